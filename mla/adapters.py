@@ -1,0 +1,132 @@
+"""Make a tier from less than a tier: from one function, or from two tiers.
+
+Axes: T new tokens (packed over requests), N heads, P nope, R rope, V value.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mla.batch import AttentionBatch
+from mla.cache import CacheSpec, PagedLatentCache
+from mla.need import Need, refuse_features
+from mla.projections import Query, UpProjection
+from mla.state import AttentionState
+from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare
+
+Attend = Callable[[Query, PagedLatentCache, AttentionBatch, UpProjection, Need], AttentionState]
+
+
+@dataclass(frozen=True)
+class FunctionTier(Tier):
+    """A tier around one function; make it with `from_attend`."""
+
+    name: str
+    function: Attend
+    reasons: Callable[[Need], list[str]] | None = None
+
+    def why_not(self, need: Need) -> list[str]:
+        """Return the sentences for features that no plain function computes, and the function's own."""
+        sentences = refuse_features(self.name, need)
+        for flag in ("batch_invariant", "graph_capture"):
+            if getattr(need, flag):
+                sentences.append(f"{flag} = True is not promised by {self.name}, a plain function; unset it.")
+        return sentences + (self.reasons(need) if self.reasons else [])
+
+    def attend(
+        self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
+    ) -> AttentionState:
+        """Call the function, check its shapes, out (T, N, V) and lse (T, N), and cast to what the Need promises."""
+        check_attend(q, cache, prepared, plan, out)
+        return deliver(self.function(q, cache, plan.batch, prepared.up, plan.need), plan, out)
+
+
+def from_attend(name: str, attend: Attend, why_not: Callable[[Need], list[str]] | None = None) -> Tier:
+    """Wrap `attend(q, cache, batch, up, need) -> AttentionState` as a tier.
+
+    q.nope (T, N, P), q.pe (T, N, R), rotated and not absorbed. The function returns out (T, N, V) and natural-log lse
+    (T, N) in float32 or the query's dtype; the wrapper casts, drops an LSE that was not asked for, and fills the
+    caller's buffers. `why_not(need)` adds reasons to refuse. Raises ValueError from attend for results of another shape.
+    """
+    return FunctionTier(name, attend, why_not)
+
+
+@dataclass(frozen=True)
+class ComposedTier(Tier):
+    """Two tiers over one cache: requests with at most `decode_query_len` new tokens go to `decode`, others to `prefill`.
+
+    Cache allocation and writes are the decode half's; the prefill half's why_not judges the same layout.
+    """
+
+    decode: Tier
+    prefill: Tier
+    decode_query_len: int = 8
+
+    @property
+    def name(self) -> str:
+        """Both names, 'decode=a,prefill=b'."""
+        return f"decode={self.decode.name},prefill={self.prefill.name}"
+
+    def _halves(self) -> tuple[tuple[str, Tier], ...]:
+        return (("decode", self.decode), ("prefill", self.prefill))
+
+    def _need(self, need: Need, half: str) -> Need:
+        if need.capacity is None or half == "prefill":
+            return need
+        short = min(need.capacity.max_query_len, self.decode_query_len)
+        return dataclasses.replace(need, capacity=dataclasses.replace(need.capacity, max_query_len=short))
+
+    def why_not(self, need: Need) -> list[str]:
+        """Return both halves' sentences, each asked with its own Need, behind the half's name."""
+        return [f"{half}: {s}" for half, tier in self._halves() for s in tier.why_not(self._need(need, half))]
+
+    def new_cache(self, spec: CacheSpec) -> PagedLatentCache:
+        """Allocate the decode half's cache; data is (pages, page_size, storage_width)."""
+        return self.decode.new_cache(spec)
+
+    def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+        """Write kv_c (T, L) and k_pe (T, R) at slot_mapping (T,) the decode half's way."""
+        self.decode.write(cache, kv_c, k_pe, slot_mapping)
+
+    def prepare(self, up: UpProjection, need: Need) -> Prepared:
+        """Prepare both halves from W_UK (L, N, P) and W_UV (L, N, V)."""
+        parts = {half: tier.prepare(up, self._need(need, half)) for half, tier in self._halves()}
+        return prepare(self, up, need, **parts)
+
+    def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
+        """Split the requests by query length and plan each half."""
+        result = plan(self, need, batch, into)
+        short = [b for b, q in enumerate(batch.query_lens_host) if q <= self.decode_query_len]
+        long = [b for b, q in enumerate(batch.query_lens_host) if q > self.decode_query_len]
+        old = result.steps or {}
+        steps = {}
+        for (half, tier), chosen in zip(self._halves(), (short, long), strict=True):
+            part, rows = batch.select(chosen)
+            steps[half] = (tier.plan(self._need(need, half), part, old[half][0] if half in old else None), rows)
+        result.steps = steps
+        result.report = {half: p.report for half, (p, _) in steps.items()}
+        result.sizes = {f"{half}.{k}": v for half, (p, _) in steps.items() for k, v in p.sizes.items()}
+        return result
+
+    def attend(
+        self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
+    ) -> AttentionState:
+        """Attend each half and put its rows, out (T, N, V) and lse (T, N), where they belong in the batch."""
+        check_attend(q, cache, prepared, plan, out)
+        T, N, V = plan.batch.num_tokens, plan.need.N, plan.need.V
+        whole = AttentionState.empty(T, N, V, dtype=plan.need.compute_dtype, device=plan.need.device)
+        for half, tier in self._halves():
+            part_plan, rows = plan.steps[half]
+            if rows.numel():
+                part = tier.attend(Query(q.nope[rows], q.pe[rows]), cache, prepared.data[half], part_plan)
+                whole.out[rows] = part.out.to(whole.out.dtype)
+                if part.lse is not None and whole.lse is not None:
+                    whole.lse[rows] = part.lse
+        return deliver(whole, plan, out)
+
+
+def compose(decode: Tier, prefill: Tier, decode_query_len: int = 8) -> Tier:
+    """Return one tier that sends short requests to `decode` and long ones to `prefill`, over one cache."""
+    return ComposedTier(decode, prefill, decode_query_len)

@@ -1,0 +1,65 @@
+"""Both forms of MLA attention for one request, side by side.
+
+The two differ only in the order of multiplication: (kv_c W_UK) . q_nope = kv_c . (q_nope W_UK). `mha_form` expands the
+latents to keys and values of every head, which costs fewer FLOPs when many queries share the keys (prefill);
+`mqa_form` absorbs W_UK into the query, so that one latent row serves all heads, which moves fewer bytes (decode).
+
+Axes: T new tokens of one request, S its cached tokens, N heads, L KV rank, P nope, R rope, V value.
+"""
+
+import torch
+from torch import Tensor
+
+from mla.projections import Query, UpProjection, absorb_query, expand_keys_values, project_values
+from mla.state import AttentionState
+
+
+def mha_form(
+    q: Query, kv_c: Tensor, k_pe: Tensor, up: UpProjection, row_kv_lens: Tensor, softmax_scale: float
+) -> AttentionState:
+    """Attend in the expanded, multi-head form.
+
+    k_nope, v = kv_c W_UK, kv_c W_UV;  score = softmax_scale (q_nope . k_nope + q_pe . k_pe);  out = softmax(score) v
+
+    q.nope (T, N, P), q.pe (T, N, R), kv_c (S, L), k_pe (S, R), row_kv_lens (T,): row t sees keys 0 .. row_kv_lens[t] - 1.
+    Returns out (T, N, V) and natural-log lse (T, N), both in promote(q dtype, float32).
+    Source: DeepSeek-V2 (arXiv 2405.04434), eqs. 9 to 19.
+    """
+    q_nope, q_pe, kv_c, k_pe = _wide(q.nope, q.pe, kv_c, k_pe)
+    k_nope, v = expand_keys_values(kv_c, up)  # (S, N, P), (S, N, V)
+    scores = torch.einsum("tnp,snp->tns", q_nope, k_nope) + torch.einsum("tnr,sr->tns", q_pe, k_pe)
+    probabilities, lse = _softmax(scores * softmax_scale, row_kv_lens)
+    return AttentionState(torch.einsum("tns,snv->tnv", probabilities, v), lse)
+
+
+def mqa_form(
+    q: Query, kv_c: Tensor, k_pe: Tensor, up: UpProjection, row_kv_lens: Tensor, softmax_scale: float
+) -> AttentionState:
+    """Attend in the absorbed form: one latent head of width L + R, whose first L columns are also the values.
+
+    q_latent = q_nope W_UK;  score = softmax_scale (q_latent . kv_c + q_pe . k_pe);  out = (softmax(score) kv_c) W_UV
+
+    Arguments and result as in `mha_form`: q.nope (T, N, P), kv_c (S, L), out (T, N, V), lse (T, N); equal up to rounding.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
+    """
+    q_nope, q_pe, kv_c, k_pe = _wide(q.nope, q.pe, kv_c, k_pe)
+    q_latent = absorb_query(q_nope, up.W_UK)  # (T, N, L)
+    scores = torch.einsum("tnl,sl->tns", q_latent, kv_c) + torch.einsum("tnr,sr->tns", q_pe, k_pe)
+    probabilities, lse = _softmax(scores * softmax_scale, row_kv_lens)
+    out_latent = torch.einsum("tns,sl->tnl", probabilities, kv_c)
+    return AttentionState(project_values(out_latent, up.W_UV), lse)
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Upcast to promote(dtype, float32): a product of two 16-bit matrices would round the scores to 16 bits."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return [x.to(dtype) for x in tensors]
+
+
+def _softmax(scores: Tensor, row_kv_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities (T, N, S) and lse (T, N); a row without keys has probabilities 0 and lse -inf."""
+    hidden = torch.arange(scores.shape[-1], device=scores.device) >= row_kv_lens[:, None, None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    empty = (row_kv_lens == 0)[:, None]
+    return torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None]), lse

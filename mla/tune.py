@@ -1,0 +1,107 @@
+"""Which form is faster for a request? A small table of measured times, with its provenance, or a rule without it.
+
+Axes: N heads, L KV rank, P nope, R rope, V value.
+"""
+
+import bisect
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mla.errors import bad
+from mla.need import Need
+
+# What a step costs beside its matrix products, in FLOPs per element: writing expanded rows, and exp over the scores.
+EXPAND_EXTRA, SCORE_EXTRA = 30.0, 60.0
+
+
+@dataclass(frozen=True)
+class FormTable:
+    """Measured milliseconds of both forms on a grid, for one size and dtype: mha[i][j] is query_lens[i] over contexts[j].
+
+    A context counts all keys that the last query row sees, its own new tokens included.
+    """
+
+    size: tuple[int, int, int, int, int]
+    dtype: str
+    query_lens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    mha: tuple[tuple[float, ...], ...]
+    mqa: tuple[tuple[float, ...], ...]
+    provenance: str
+
+    def log_ratio(self, query_len: int, context: int) -> float:
+        """Return ln(mha time / mqa time), bilinear in the logarithms of both lengths and constant beyond the grid."""
+        i, x = _locate(self.query_lens, query_len)
+        j, y = _locate(self.contexts, context)
+        along = lambda a: (1 - y) * self._log(a, j) + y * self._log(a, j + 1)
+        return (1 - x) * along(i) + x * along(i + 1)
+
+    def _log(self, i: int, j: int) -> float:
+        i, j = min(i, len(self.query_lens) - 1), min(j, len(self.contexts) - 1)
+        return math.log(self.mha[i][j] / self.mqa[i][j])
+
+
+@dataclass(frozen=True)
+class FormCosts:
+    """Chooses the form of a request: by the table of its size and dtype, else by counted work; says which in `provenance`."""
+
+    tables: tuple[FormTable, ...] = ()
+    provenance: str = "default: counted work, no table"
+
+    @classmethod
+    def default(cls) -> "FormCosts":
+        """Return the rule that needs no measurement."""
+        return cls()
+
+    @classmethod
+    def load(cls, path: Path | str) -> "FormCosts":
+        """Read the tables that `mla tune` wrote; raises ValueError naming the file where it is not such a file."""
+        path = Path(path)
+        try:
+            raw = json.loads(path.read_text())["tables"]
+            tables = tuple(FormTable(**{k: _tuples(v) for k, v in table.items()}) for table in raw)
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise bad("tune_file", expected="a table written by `mla tune`", got=f"{path}: {error}", fix="run `mla tune`") from error
+        return cls(tables, f"measured: {path.name}, {'; '.join(t.provenance for t in tables)}")
+
+    def save(self, path: Path | str) -> None:
+        """Write the tables as JSON."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"tables": [asdict(t) for t in self.tables]}, indent=1) + "\n")
+
+    def form(self, need: Need, query_len: int, context: int) -> str:
+        """Return "mha" (expanded) or "mqa" (absorbed) for a request of query_len new tokens over `context` keys in all."""
+        if query_len == 0 or context == 0:
+            return "mqa"
+        size, dtype = (need.N, need.L, need.P, need.R, need.V), str(need.dtype).removeprefix("torch.")
+        for table in self.tables:
+            if (table.size, table.dtype) == (size, dtype):
+                return "mha" if table.log_ratio(query_len, context) < 0 else "mqa"
+        mha, mqa = counted_work(*size, query_len, context)
+        return "mha" if mha < mqa else "mqa"
+
+
+def counted_work(N: int, L: int, P: int, R: int, V: int, query_len: int, context: int) -> tuple[float, float]:
+    """Return the work (mha, mqa) of one causal request in FLOPs, memory-bound elements weighed in.
+
+    mha = S N (2 L + extra) (P + V) + pairs N (2 (P + R + V) + extra);  mqa = 2 q N L (P + V) + pairs N (2 (2 L + R) + extra)
+    """
+    S, pairs = context, query_len * (context - (query_len - 1) / 2)
+    mha = S * N * (2 * L + EXPAND_EXTRA) * (P + V) + pairs * N * (2 * (P + R + V) + SCORE_EXTRA)
+    return mha, 2 * query_len * N * L * (P + V) + pairs * N * (2 * (2 * L + R) + SCORE_EXTRA)
+
+
+def _locate(grid: tuple[int, ...], value: int) -> tuple[int, float]:
+    """Return the cell of `value` on a sorted grid and how far it is to the next point, in logarithms, in 0 .. 1."""
+    if value <= grid[0] or len(grid) == 1:
+        return 0, 0.0
+    if value >= grid[-1]:
+        return len(grid) - 1, 0.0
+    i = bisect.bisect_right(grid, value) - 1
+    return i, math.log(value / grid[i]) / math.log(grid[i + 1] / grid[i])
+
+
+def _tuples(value):
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

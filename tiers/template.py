@@ -1,0 +1,42 @@
+"""A tier to copy: one function, whole in a screenful. Change `attend`, then run `mla check tiers/template.py`.
+
+Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, P nope, R rope, V value.
+"""
+
+import torch
+
+from mla.adapters import from_attend
+from mla.batch import AttentionBatch
+from mla.cache import PagedLatentCache
+from mla.need import Need
+from mla.projections import Query, UpProjection
+from mla.state import AttentionState
+
+
+def attend(q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProjection, need: Need) -> AttentionState:
+    """Attend q.nope (T, N, P) and q.pe (T, N, R) over the paged rows: out (T, N, V), lse (T, N) in natural log."""
+    wide = need.compute_dtype
+    state = AttentionState.empty(batch.num_tokens, need.N, need.V, dtype=wide, device=need.device)
+    q_latent = torch.einsum("tnp,lnp->tnl", q.nope.to(wide), up.W_UK.to(wide))
+    first = 0
+    for b, (query_len, S) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
+        rows = slice(first, first + query_len)
+        at = torch.arange(S, device=need.device)
+        pages = batch.block_table[b, at // batch.page_size].long()
+        kv_c, k_pe = (x.to(wide) for x in cache.layout.read(cache.data[pages, at % batch.page_size]))  # (S, L), (S, R)
+        scores = (q_latent[rows] @ kv_c.T + q.pe[rows].to(wide) @ k_pe.T) * need.softmax_scale  # (q, N, S)
+        hidden = at >= batch.row_kv_lens[rows, None, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
+        state.lse[rows] = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - state.lse[rows][..., None]).masked_fill(hidden, 0.0)
+        state.out[rows] = torch.einsum("tnl,lnv->tnv", weights @ kv_c, up.W_UV.to(wide))
+        first += query_len
+    return state
+
+
+def why_not(need: Need) -> list[str]:
+    """Return [] for what `attend` above computes right, else whole sentences."""
+    return []
+
+
+tier = from_attend("template", attend, why_not)
