@@ -5,12 +5,14 @@ Axes: T new tokens (packed over requests), N heads, P nope, R rope, V value.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import CacheSpec, PagedLatentCache
+from mla.checks import check_int
+from mla.errors import bad
 from mla.need import Need, refuse_features
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
@@ -47,15 +49,22 @@ def from_attend(name: str, attend: Attend, why_not: Callable[[Need], list[str]] 
     """Wrap `attend(q, cache, batch, up, need) -> AttentionState` as a tier.
 
     q.nope (T, N, P), q.pe (T, N, R), rotated and not absorbed. The function returns out (T, N, V) and natural-log lse
-    (T, N) in float32 or the query's dtype; the wrapper casts, drops an LSE that was not asked for, and fills the
-    caller's buffers. `why_not(need)` adds reasons to refuse. Raises ValueError from attend for results of another shape.
+    (T, N) in float32 or the query's dtype, in tensors of their own; a row that sees no key has 0 and -inf. The wrapper
+    casts, drops an LSE that was not asked for, and fills the caller's buffers. `why_not(need)` adds reasons to refuse.
+    Raises TypeError where one of the two cannot be called; the tier raises ValueError for results of another shape.
     """
+    if not isinstance(name, str) or not name:
+        fix = "from_attend('mine', attend)"
+        raise bad("name", expected="a name for reports", got=repr(name), fix=fix, kind=TypeError)
+    for argument, function in (("attend", attend), ("why_not", why_not)):
+        if not callable(function) and not (argument == "why_not" and function is None):
+            raise bad(argument, expected="a function", got=repr(function), fix="see tiers/template.py", kind=TypeError)
     return FunctionTier(name, attend, why_not)
 
 
 @dataclass(frozen=True)
 class ComposedTier(Tier):
-    """Two tiers over one cache: requests with at most `decode_query_len` new tokens go to `decode`, others to `prefill`.
+    """Two tiers over one cache: requests of at most `decode_query_len` new tokens go to `decode`, others to `prefill`.
 
     Cache allocation and writes are the decode half's; the prefill half's why_not judges the same layout.
     """
@@ -63,11 +72,14 @@ class ComposedTier(Tier):
     decode: Tier
     prefill: Tier
     decode_query_len: int = 8
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """Both names, 'decode=a,prefill=b'."""
-        return f"decode={self.decode.name},prefill={self.prefill.name}"
+    def __post_init__(self) -> None:
+        for half, tier in self._halves():
+            if not hasattr(tier, "attend"):
+                raise bad(half, expected="a tier", got=repr(tier), fix="tiers.get('paged') makes one", kind=TypeError)
+        check_int("decode_query_len", self.decode_query_len, 1, "the longest query that counts as decode")
+        object.__setattr__(self, "name", f"decode={self.decode.name},prefill={self.prefill.name}")
 
     def _halves(self) -> tuple[tuple[str, Tier], ...]:
         return (("decode", self.decode), ("prefill", self.prefill))
@@ -97,17 +109,17 @@ class ComposedTier(Tier):
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Split the requests by query length and plan each half."""
+        old = into.steps if into is not None else None
         result = plan(self, need, batch, into)
         short = [b for b, q in enumerate(batch.query_lens_host) if q <= self.decode_query_len]
         long = [b for b, q in enumerate(batch.query_lens_host) if q > self.decode_query_len]
-        old = result.steps or {}
         steps = {}
         for (half, tier), chosen in zip(self._halves(), (short, long), strict=True):
             part, rows = batch.select(chosen)
-            steps[half] = (tier.plan(self._need(need, half), part, old[half][0] if half in old else None), rows)
+            steps[half] = (tier.plan(self._need(need, half), part, old[half][0] if old else None), rows)
         result.steps = steps
         result.report = {half: p.report for half, (p, _) in steps.items()}
-        result.sizes = {f"{half}.{k}": v for half, (p, _) in steps.items() for k, v in p.sizes.items()}
+        result.parts = tuple(p for p, _ in steps.values())
         return result
 
     def attend(

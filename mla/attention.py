@@ -21,7 +21,7 @@ def mha_form(
 
     k_nope, v = kv_c W_UK, kv_c W_UV;  score = softmax_scale (q_nope . k_nope + q_pe . k_pe);  out = softmax(score) v
 
-    q.nope (T, N, P), q.pe (T, N, R), kv_c (S, L), k_pe (S, R), row_kv_lens (T,): row t sees keys 0 .. row_kv_lens[t] - 1.
+    q.nope (T, N, P), q.pe (T, N, R), kv_c (S, L), k_pe (S, R); row t sees keys 0 .. row_kv_lens[t] - 1 of (T,).
     Returns out (T, N, V) and natural-log lse (T, N), both in promote(q dtype, float32).
     Source: DeepSeek-V2 (arXiv 2405.04434), eqs. 9 to 19.
     """
@@ -39,7 +39,7 @@ def mqa_form(
 
     q_latent = q_nope W_UK;  score = softmax_scale (q_latent . kv_c + q_pe . k_pe);  out = (softmax(score) kv_c) W_UV
 
-    Arguments and result as in `mha_form`: q.nope (T, N, P), kv_c (S, L), out (T, N, V), lse (T, N); equal up to rounding.
+    Arguments as in `mha_form`, result equal up to rounding: q.nope (T, N, P), kv_c (S, L), out (T, N, V), lse (T, N).
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
     """
     q_nope, q_pe, kv_c, k_pe = _wide(q.nope, q.pe, kv_c, k_pe)

@@ -9,16 +9,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mla.checks import check_int
 from mla.errors import bad
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CacheLayout(Protocol):
-    """How one latent row is stored: a frozen, hashable object that owns the split, the bytes, write, read, round_trip."""
+    """How one latent row is stored: a frozen, hashable object that owns the split, the bytes, reading and writing."""
 
-    L: int
-    R: int
+    @property
+    def L(self) -> int:
+        """KV rank: elements of kv_c in a row."""
+        ...
+
+    @property
+    def R(self) -> int:
+        """Rope width: elements of k_pe in a row."""
+        ...
 
     @property
     def name(self) -> str:
@@ -45,7 +53,7 @@ class CacheLayout(Protocol):
         ...
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Split stored rows (..., storage_width) into kv_c (..., L) and k_pe (..., R); views where nothing is decoded."""
+        """Split stored rows (..., storage_width) into kv_c (..., L) and k_pe (..., R), views if they can be."""
         ...
 
     def round_trip(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,17 +63,18 @@ class CacheLayout(Protocol):
 
 @dataclass(frozen=True)
 class FloatRows:
-    """Rows of plain floats, [kv_c, k_pe]: row_bytes = (L + R) * itemsize; dtype is float64, float32, bfloat16 or float16."""
+    """Rows of plain floats, [kv_c, k_pe], of float64, float32, bfloat16 or float16."""
 
     L: int
     R: int
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if self.L < 1 or self.R < 0:
-            raise bad("layout", expected="L >= 1 and R >= 0", got=f"L={self.L}, R={self.R}", fix="take both from MLAConfig")
+        check_int("layout.L", self.L, 1, "take it from MLAConfig")
+        check_int("layout.R", self.R, 0, "take it from MLAConfig")
         if self.dtype not in FLOAT_DTYPES:
-            raise bad("layout.dtype", expected=f"one of {FLOAT_DTYPES}", got=str(self.dtype), fix="pick a float row dtype", kind=TypeError)
+            expected, fix = f"one of {FLOAT_DTYPES}", "pick a float row dtype"
+            raise bad("layout.dtype", expected=expected, got=repr(self.dtype), fix=fix, kind=TypeError)
 
     @property
     def name(self) -> str:
@@ -88,7 +97,7 @@ class FloatRows:
         return self.L + self.R
 
     def write(self, rows: Tensor, slots: Tensor, kv_c: Tensor, k_pe: Tensor, page_size: int) -> None:
-        """Store kv_c (T, L) and k_pe (T, R), rounded to the row dtype, at slots (T,) of rows (pages, page_size, L+R)."""
+        """Store kv_c (T, L) and k_pe (T, R), rounded to the dtype, at slots (T,) of rows (pages, page_size, L+R)."""
         page, offset = slots // page_size, slots % page_size
         rows[page, offset] = torch.cat([kv_c, k_pe], dim=-1).to(self.dtype)
 
@@ -111,15 +120,13 @@ class CacheSpec:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, low in (("pages", 0), ("page_size", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < low:
-                raise bad(name, expected=f"an int >= {low}", got=repr(value), fix=f"pass {name}={max(low, 64)}")
+        check_int("pages", self.pages, 0, "pass the pages of the pool")
+        check_int("page_size", self.page_size, 1, "pass page_size=64")
 
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """One layer's latent rows in pages: `data` is (pages, page_size, storage_width) of the layout's dtype, any page stride.
+    """One layer's latent rows in pages: `data` is (pages, page_size, storage_width) of the layout's dtype.
 
     Block tables and slots are shared by all layers. The cache is uninitialised memory where nothing was written, and
     nobody may read it there.
@@ -137,17 +144,28 @@ class PagedLatentCache:
 
     @classmethod
     def wrap(cls, tensor: Tensor, layout: CacheLayout) -> "PagedLatentCache":
-        """Adopt a tensor (pages, page_size, storage_width) of any page stride without a copy, such as one layer of an engine's cache.
+        """Adopt a tensor (pages, page_size, storage_width) without a copy, such as one layer of an engine's cache.
 
-        Raises ValueError or TypeError where the shape, the dtype or the stride inside a row is not the layout's.
+        Pages and rows may lie apart in memory, the numbers of a row may not. Raises ValueError or TypeError where the
+        shape or the dtype is not the layout's, or where rows share memory.
         """
-        if tensor.dim() != 3 or tensor.shape[2] != layout.storage_width:
-            expected = f"(pages, page_size, {layout.storage_width})"
-            raise bad("tensor", expected=expected, got=str(tuple(tensor.shape)), fix="slice out one layer and view it as pages of rows")
+        if tensor.dim() != 3 or tensor.shape[2] != layout.storage_width or tensor.shape[1] < 1:
+            expected, fix = (
+                f"(pages, page_size, {layout.storage_width})",
+                "slice out one layer, view it as pages of rows",
+            )
+            raise bad("tensor", expected=expected, got=str(tuple(tensor.shape)), fix=fix)
         if tensor.dtype != layout.storage_dtype:
-            raise bad("tensor", expected=str(layout.storage_dtype), got=str(tensor.dtype), fix="choose the layout of that dtype", kind=TypeError)
-        if tensor.stride(2) != 1 and layout.storage_width > 1:
-            raise bad("tensor", expected="rows contiguous in memory", got=f"stride {tensor.stride(2)} in a row", fix="keep the row axis last")
+            expected, fix = str(layout.storage_dtype), "choose the layout of that dtype"
+            raise bad("tensor", expected=expected, got=str(tensor.dtype), fix=fix, kind=TypeError)
+        strides, got = tensor.stride(), f"strides {tensor.stride()}"
+        if strides[2] != 1 and layout.storage_width > 1:
+            raise bad("tensor", expected="rows contiguous in memory", got=got, fix="keep the row axis last")
+        reach = layout.storage_width
+        for stride, n in sorted((stride, n) for stride, n in zip(strides[:2], tensor.shape[:2], strict=True) if n > 1):
+            if stride < reach:
+                raise bad("tensor", expected="rows that share no memory", got=got, fix="do not expand or overlap pages")
+            reach += (n - 1) * stride
         return cls(tensor, layout, tensor.shape[1])
 
     @property
@@ -156,47 +174,63 @@ class PagedLatentCache:
         return self.data.shape[0]
 
     def write(self, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
-        """Store row i of kv_c (>= T, L) and k_pe (>= T, R) at slot_mapping[i] of (T,); -1 is skipped; later rows are ignored.
+        """Store row i of kv_c (>= T, L) and k_pe (>= T, R) at slot_mapping[i] of (T,) int64; -1 means: not written.
 
-        Raises ValueError or TypeError naming the argument for shapes, dtypes or slots that do not fit; then nothing is written.
+        Rows past the last slot are ignored. Raises ValueError or TypeError naming the argument for shapes, dtypes,
+        devices or slots that do not fit; then nothing is written.
         """
+        if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
+            got, fix = f"{slot_mapping.dtype} of shape {tuple(slot_mapping.shape)}", "slot_mapping.flatten().long()"
+            raise bad("slot_mapping", expected="torch.int64 of shape (T,)", got=got, fix=fix, kind=TypeError)
         T = slot_mapping.shape[0]
         for name, x, width in (("kv_c", kv_c, self.layout.L), ("k_pe", k_pe, self.layout.R)):
             if x.dim() != 2 or x.shape[0] < T or x.shape[1] != width:
-                raise bad(name, expected=f"(>= {T}, {width})", got=str(tuple(x.shape)), fix="one row per slot, the layout's width")
+                fix = "one row per slot, the layout's width"
+                raise bad(name, expected=f"(>= {T}, {width})", got=str(tuple(x.shape)), fix=fix)
+            if x.dtype not in FLOAT_DTYPES:
+                fix = "pass unquantised rows"
+                raise bad(name, expected=f"one of {FLOAT_DTYPES}", got=str(x.dtype), fix=fix, kind=TypeError)
+        for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)):
             if x.device != self.data.device:
-                raise bad(name, expected=f"device {self.data.device}", got=str(x.device), fix="move it to the cache's device")
-            if not x.is_floating_point():
-                raise bad(name, expected="a float dtype", got=str(x.dtype), fix="pass unquantised rows", kind=TypeError)
-        if slot_mapping.dtype != torch.int64:
-            raise bad("slot_mapping", expected="torch.int64", got=str(slot_mapping.dtype), fix="slot_mapping.long()", kind=TypeError)
+                fix = "move it to the cache's device"
+                raise bad(name, expected=f"device {self.data.device}", got=str(x.device), fix=fix)
+        outside = (slot_mapping < -1) | (slot_mapping >= self.num_pages * self.page_size)
+        if bool(outside.any()):
+            wrong, last = int(slot_mapping[outside][0]), self.num_pages * self.page_size - 1
+            raise bad("slot_mapping", expected=f"-1 .. {last}", got=str(wrong), fix="write inside the pool")
         keep = slot_mapping >= 0
-        slots = slot_mapping[keep]
-        if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_pages * self.page_size:
-            expected = f"slots below {self.num_pages * self.page_size}"
-            raise bad("slot_mapping", expected=expected, got=str(int(slots.max())), fix="write inside the pool")
-        self.layout.write(self.data, slots, kv_c[:T][keep], k_pe[:T][keep], self.page_size)
+        self.layout.write(self.data, slot_mapping[keep], kv_c[:T][keep], k_pe[:T][keep], self.page_size)
 
     def gather(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the stored rows at slots (n,) int64 >= 0 as (n, storage_width), into `out` (>= n, storage_width) if given."""
-        n = slots.shape[0]
-        target = self.data.new_empty(n, self.layout.storage_width) if out is None else out[:n]
+        """Return the stored rows at slots (n,) as (n, storage_width), into `out` (>= n, storage_width) if given.
+
+        `slots` are int64 inside the pool, and trusted: to look at them here would make a GPU wait.
+        """
+        target = None if out is None else out[: slots.shape[0]]
         if self.data.is_contiguous():
             return torch.index_select(self.data.view(-1, self.data.shape[2]), 0, slots, out=target)
-        page, offset = slots // self.page_size, slots % self.page_size
-        target.copy_(self.data[page, offset])
-        return target
+        where = [slots // self.page_size, slots % self.page_size]
+        if target is None:
+            return self.data[where[0], where[1]]
+        # not target.copy_(...), which would hold the rows twice
+        return torch.ops.aten.index.Tensor_out(self.data, where, out=target)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return kv_c (n, L) and k_pe (n, R) as stored at slots (n,) int64."""
         return self.layout.read(self.gather(slots))
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy all rows of page `source` over page `target` (copy-on-write of a shared tail)."""
+        """Copy all rows of page `source` over page `target`, such as a shared tail before it is written.
+
+        Raises ValueError for a page outside the pool.
+        """
+        for name, page in (("source", source), ("target", target)):
+            if not 0 <= page < self.num_pages:
+                raise bad(name, expected=f"a page in 0 .. {self.num_pages - 1}", got=str(page), fix="stay in the pool")
         self.data[target].copy_(self.data[source])
 
 
 def slots_of(block_table_row: Tensor, start: int, stop: int, page_size: int) -> Tensor:
-    """Return the slots (stop - start,) int64 of positions start .. stop - 1 of one request; block_table_row is (max_pages,)."""
+    """Return the slots (stop - start,) int64 of positions start .. stop - 1 of one request with pages (max_pages,)."""
     at = torch.arange(start, stop, device=block_table_row.device)
     return block_table_row[at // page_size].to(torch.int64) * page_size + at % page_size

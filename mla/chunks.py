@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mla.errors import bad
+from mla.checks import check_int, lengths
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,11 @@ def pack_chunks(key_counts: Sequence[int], cap: int, page_size: int) -> list[lis
     earlier one; requests without keys never appear. Every key is in exactly one span, in order. Raises ValueError for a
     cap below one page, which could not hold a split.
     """
-    if page_size < 1:
-        raise bad("page_size", expected="at least 1", got=str(page_size), fix="use the cache's page size")
-    if cap < page_size:
-        raise bad("max_workspace_tokens", expected=f"at least one page ({page_size} rows)", got=str(cap), fix="raise it, or use smaller pages")
+    page_size = check_int("page_size", page_size, 1, "use the cache's page size")
+    cap = check_int("max_workspace_tokens", cap, page_size, "allow at least one page of rows, or use smaller pages")
     chunks: list[list[Span]] = []
     used = cap
-    for request, count in enumerate(key_counts):
+    for request, count in enumerate(lengths("key_counts", key_counts)):
         start = 0
         while start < count:
             room = cap - used

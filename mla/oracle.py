@@ -20,7 +20,7 @@ def oracle(
 ) -> tuple[Tensor, Tensor]:
     """Return the exact output (T, N, V) and natural-log LSE (T, N) of one request, both float64.
 
-    score[t, n, s] = softmax_scale * (q_nope[t, n] . (kv_c[s] W_UK[:, n]) + q_pe[t, n] . k_pe[s]), out = softmax(score) v
+    score[t, n, s] = softmax_scale (q_nope[t, n] . (kv_c[s] W_UK[:, n]) + q_pe[t, n] . k_pe[s]), out = softmax(score) v
 
     q_nope (T, N, P) and q_pe (T, N, R) are rotated and not absorbed; kv_c (S, L) and k_pe (S, R) are the rows that the
     cache gives back; W_UK (L, N, P), W_UV (L, N, V); all of any float dtype. Row t sees keys 0 .. row_kv_lens[t] - 1,

@@ -62,15 +62,17 @@ class Noise:
         dtype = np.uint16 if count <= 16 else np.int32
         return torch.from_numpy(self._numpy.integers(0, 1 << count, size=tuple(shape), dtype=dtype).astype(np.int32))
 
-    def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def round(self, x: Tensor, dtype: torch.dtype, copies: int | None = None) -> Tensor:
         """Round x, of any shape, to a neighbour on dtype's grid, up or down in proportion; the result keeps x.dtype.
 
-        float32 values are rounded to a 16-bit dtype, float64 values to float32 (in dtype's normal range).
+        float32 values are rounded to a 16-bit dtype, float64 values to float32 (in dtype's normal range). `copies`
+        independent draws come stacked in front: (copies, *x.shape).
         """
         drop = _DROPPED_BITS[dtype]
         integers = x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-        noisy = (integers + self.bits(x.shape, drop)) & -(1 << drop)
-        return noisy.view(x.dtype)
+        shape = x.shape if copies is None else (copies, *x.shape)
+        noisy = self.bits(torch.Size(shape), drop).to(integers.dtype)
+        return noisy.add_(integers).bitwise_and_(-(1 << drop)).view(x.dtype)
 
 
 def expected_error(problem: Problem, truth: tuple[Tensor, Tensor], dtype: torch.dtype, replicas: int, noise: Noise, forms=("mha", "mqa")):
@@ -112,12 +114,12 @@ def _form_error(problem: Problem, truth, form: str, dtype, work, replicas: int, 
     step = max(1, SCORES_AT_ONCE // max(1, rope.numel()))
     for start in range(0, replicas, step):
         k = min(step, replicas - start)
-        fresh = lambda x, k=k: noise.round(x.expand(k, *x.shape), dtype)
+        fresh = lambda x, k=k: noise.round(x, dtype, copies=k)
         if form == "mha":
             scores = query @ fresh(keys)
         else:
-            scores = (query.expand(k, *query.shape) if form == "latent" else fresh(query)) @ keys
-        scores = ((scores + rope) * problem.softmax_scale).float().to(work).masked_fill_(hidden, float("-inf"))
+            scores = (query.repeat(k, 1, 1, 1) if form == "latent" else fresh(query)) @ keys
+        scores = scores.add_(rope).mul_(problem.softmax_scale).float().to(work).masked_fill_(hidden, float("-inf"))
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()  # (k, N, T, S)
         total = weights.sum(-1, keepdim=True, dtype=torch.float64)

@@ -24,8 +24,15 @@ class AttentionState(NamedTuple):
     lse: Tensor | None
 
     @staticmethod
-    def empty(rows: int, heads: int, width: int, *, dtype: torch.dtype = torch.float32, device="cpu") -> "AttentionState":
-        """Return the identity of `merge`: out (T, N, V) zeros and lse (T, N) of -inf, in `dtype` (an accumulator dtype)."""
+    def empty(
+        rows: int,
+        heads: int,
+        width: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> "AttentionState":
+        """Return the identity of `merge`: out (T, N, V) zeros and lse (T, N) of -inf, both in `dtype`."""
         out = torch.zeros(rows, heads, width, dtype=dtype, device=device)
         return AttentionState(out, torch.full((rows, heads), float("-inf"), dtype=dtype, device=device))
 
@@ -47,9 +54,11 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """
     if a.lse is None or b.lse is None:
         raise bad("lse", expected="two states with lse", got="None", fix="plan with Need(lse=True)")
-    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape or a.out.shape[:2] != a.lse.shape:
+    if a.out.dim() != 3 or a.out.shape != b.out.shape or not (a.out.shape[:2] == a.lse.shape == b.lse.shape):
         got = f"out {tuple(a.out.shape)} and {tuple(b.out.shape)}, lse {tuple(a.lse.shape)} and {tuple(b.lse.shape)}"
         raise bad("merge", expected="out (T, N, V) and lse (T, N) of equal shapes", got=got, fix="merge like with like")
+    if a.out.device != b.out.device:
+        raise bad("merge", expected=f"both on {a.out.device}", got=str(b.out.device), fix="move one of the states")
     dtype = torch.promote_types(torch.promote_types(a.lse.dtype, b.lse.dtype), torch.float32)
     dtype = torch.promote_types(torch.promote_types(a.out.dtype, b.out.dtype), dtype)
     lse_a, lse_b = (torch.where(x == float("inf"), float("-inf"), x.to(dtype)) for x in (a.lse, b.lse))
@@ -59,7 +68,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     total = w_a + w_b
     lse = base + torch.log(total)
     share_a, share_b = (torch.where(w == 0, 0, w / total).unsqueeze(-1) for w in (w_a, w_b))
-    # a weight of 0 times NaN or inf is NaN: an empty side must not touch the result
-    part_a = torch.where(share_a == 0, 0, a.out.to(dtype) * share_a)
-    part_b = torch.where(share_b == 0, 0, b.out.to(dtype) * share_b)
-    return AttentionState(part_a + part_b, lse)
+    # 0 * NaN is NaN: what an empty side holds is dropped, not weighed with 0
+    out_a = torch.where(lse_a.unsqueeze(-1) == float("-inf"), 0, a.out.to(dtype))
+    out_b = torch.where(lse_b.unsqueeze(-1) == float("-inf"), 0, b.out.to(dtype))
+    return AttentionState(out_a * share_a + out_b * share_b, lse)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mla.batch import AttentionBatch
-from mla.cache import CacheSpec, PagedLatentCache
+from mla.cache import FLOAT_DTYPES, CacheSpec, PagedLatentCache
+from mla.checks import check_equal
 from mla.errors import bad
 from mla.need import Need, normal_device
 from mla.projections import Query, UpProjection
@@ -20,20 +21,21 @@ from mla.state import AttentionState
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a tier derives from the weights once per layer: `up` as given, `need`, `q_scale`, and its own `data` by name."""
+    """What a tier derives from the weights once per layer: `up` as given, `need`, and its own `data` by name."""
 
     up: UpProjection
     need: Need
     data: dict[str, Any] = field(default_factory=dict)
     q_scale: float = 1.0
+    tier: str = ""
 
 
 @dataclass(eq=False)
 class Plan:
-    """One step's decisions, shared by all layers: `need`, `batch`, a `report` for people, and the buffers that grow with the cap.
+    """One step's decisions, shared by all layers: `need`, `batch`, a `report` for people, and scratch buffers.
 
-    `sizes` names every buffer, (shape, dtype), known from Need and Capacity alone; `nbytes` is their sum. Tensors that a
-    tier returns are never scratch.
+    `sizes` names every buffer, (shape, dtype), known from Need and Capacity alone; `nbytes` is their sum, with that of
+    `parts`, the plans that this one is made of. Tensors that a tier returns are never scratch.
     """
 
     need: Need
@@ -41,12 +43,23 @@ class Plan:
     report: dict[str, object] = field(default_factory=dict)
     steps: Any = None
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    parts: tuple["Plan", ...] = ()
+    tier: str = ""
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all scratch buffers of this plan once they are allocated."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.sizes.values())
+        """Bytes of all scratch buffers of this plan and its parts once they are allocated."""
+        own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.sizes.values())
+        return own + sum(part.nbytes for part in self.parts)
+
+    def reserve(self) -> "Plan":
+        """Allocate every planned buffer now instead of on first use, those of the parts too, and return this plan."""
+        for name in self.sizes:
+            self._buffer(name)
+        for part in self.parts:
+            part.reserve()
+        return self
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised view of `shape` on buffer `name`, allocated at its planned size on first use.
@@ -54,10 +67,17 @@ class Plan:
         Raises ValueError where the view does not fit the planned buffer.
         """
         if name not in self.sizes or math.prod(shape) > math.prod(self.sizes[name][0]) or dtype != self.sizes[name][1]:
-            raise bad(f"scratch {name!r}", expected=f"within {self.sizes.get(name)}", got=f"{shape} of {dtype}", fix="plan for it")
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty(math.prod(self.sizes[name][0]), dtype=dtype, device=self.need.device)
-        return self._buffers[name][: math.prod(shape)].view(shape)
+            expected, got = f"within {self.sizes.get(name)}", f"{shape} of {dtype}"
+            raise bad(f"scratch {name!r}", expected=expected, got=got, fix="name it in Plan.sizes, large enough")
+        return self._buffer(name)[: math.prod(shape)].view(shape)
+
+    def _buffer(self, name: str) -> Tensor:
+        """The flat buffer at its planned size; a refilled plan without capacity may have outgrown the one it holds."""
+        shape, dtype = self.sizes[name]
+        held = self._buffers.get(name)
+        if held is None or held.numel() < math.prod(shape) or held.dtype != dtype:
+            self._buffers[name] = torch.empty(math.prod(shape), dtype=dtype, device=self.need.device)
+        return self._buffers[name]
 
 
 class Tier(Protocol):
@@ -66,7 +86,7 @@ class Tier(Protocol):
     name: str
 
     def why_not(self, need: Need) -> list[str]:
-        """Return [] where this tier serves `need`, else whole sentences: the value found, the values allowed, the fix."""
+        """Return [] where this tier serves `need`, else whole sentences: value found, values allowed, the fix."""
         ...
 
     def new_cache(self, spec: CacheSpec) -> PagedLatentCache:
@@ -88,7 +108,10 @@ class Tier(Protocol):
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
     ) -> AttentionState:
-        """Attend q, nope (T, N, P) and pe (T, N, R), over the cache: out (T, N, V) in need.out_dtype and lse (T, N) or None."""
+        """Attend q, nope (T, N, P) and pe (T, N, R), over the cache: out (T, N, V) and lse (T, N) or None.
+
+        `out` is in need.out_dtype and lse in need.compute_dtype; with `out=` both go there and that object is returned.
+        """
         ...
 
 
@@ -105,71 +128,73 @@ def prepare(tier: Tier, up: UpProjection, need: Need, **data: Any) -> Prepared:
     Raises ValueError or TypeError naming the matrix where a shape, dtype or device differs, or with the refusal.
     """
     refuse(tier, need)
-    for name, width in (("W_UK", need.P), ("W_UV", need.V)):
-        W = getattr(up, name)
-        if tuple(W.shape) != (need.L, need.N, width):
-            expected = f"(L, N, {name[-1] == 'K' and 'P' or 'V'}) = {(need.L, need.N, width)}"
-            raise bad(name, expected=expected, got=str(tuple(W.shape)), fix="split kv_b_proj per head, P rows then V rows")
-        if not W.is_floating_point():
-            raise bad(name, expected="a float dtype", got=str(W.dtype), fix="dequantise kv_b_proj first", kind=TypeError)
-        if normal_device(W.device) != need.device:
-            raise bad(name, expected=f"device {need.device}", got=str(W.device), fix="move the weights to the layer's device")
-    return Prepared(up, need, data)
+    for name, W, width in (("W_UK", up.W_UK, need.P), ("W_UV", up.W_UV, need.V)):
+        shape, fix = (need.L, need.N, width), "split kv_b_proj per head, P rows then V rows"
+        check_equal(f"{name}.shape", tuple(W.shape), shape, fix)
+        if W.dtype not in FLOAT_DTYPES:
+            expected, fix = f"one of {FLOAT_DTYPES}", "dequantise kv_b_proj first"
+            raise bad(f"{name}.dtype", expected=expected, got=str(W.dtype), fix=fix, kind=TypeError)
+        check_equal(f"{name}.device", normal_device(W.device), need.device, "move the weights to the layer's device")
+    return Prepared(up, need, data, tier=tier.name)
 
 
 def plan(tier: Tier, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
     """Check a batch against `need` and its capacity and wrap both; with `into`, refill that plan and return it.
 
     Raises ValueError that names the field: another mask, page size or device, a broken promise of capacity, or a plan
-    made for another Need; `into` is unchanged then.
+    made for another Need or by another tier; `into` is unchanged then.
     """
     refuse(tier, need)
-    if batch.mask != need.mask:
-        raise bad("batch.mask", expected=repr(need.mask), got=repr(batch.mask), fix="build batch and Need with one mask")
-    if batch.page_size != need.page_size:
-        raise bad("batch.page_size", expected=str(need.page_size), got=str(batch.page_size), fix="use the cache's page size")
-    if normal_device(batch.seq_lens.device) != need.device:
-        raise bad("batch", expected=f"device {need.device}", got=str(batch.seq_lens.device), fix="pass device= to the builder")
+    check_equal("batch.mask", batch.mask, need.mask, "build batch and Need with one mask")
+    check_equal("batch.page_size", batch.page_size, need.page_size, "use the cache's page size")
+    device = normal_device(batch.seq_lens.device)
+    check_equal("batch.seq_lens.device", device, need.device, "pass device= to the builder")
     if need.uniform_queries and len({q for q in batch.query_lens_host if q}) > 1:
-        got = str(sorted(set(batch.query_lens_host)))
-        raise bad("batch.query_lens", expected="one length (Need.uniform_queries)", got=got, fix="plan with uniform_queries=False")
+        got, fix = str(sorted(set(batch.query_lens_host))), "plan with uniform_queries=False"
+        raise bad("batch.query_lens", expected="one length (Need.uniform_queries)", got=got, fix=fix)
     if need.capacity is not None:
         need.capacity.check(batch)
     if into is None:
-        return Plan(need, batch)
+        return Plan(need, batch, tier=tier.name)
     if into.need != need:
         raise bad("into", expected="a plan of the same Need", got="a plan of another", fix="make a new plan")
-    into.batch = batch
+    check_equal("into.tier", into.tier, tier.name, "make a new plan for each tier")
+    into.batch, into.steps = batch, None  # whoever forgets to fill the steps shall not get those of an earlier batch
     return into
 
 
 def check_attend(q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None) -> None:
-    """Raise ValueError or TypeError that names the argument of `attend` which does not belong to the plan; no host sync.
+    """Raise ValueError or TypeError naming the argument of `attend` that does not belong to the plan; no host sync.
 
     q.nope must be (T, N, P) and q.pe (T, N, R) in need.dtype, out.out (T, N, V) in need.out_dtype, out.lse (T, N).
     """
     need, T = plan.need, plan.batch.num_tokens
     if prepared.need is not need and prepared.need != need:
-        raise bad("plan", expected="the Need that the layer was prepared for", got="another", fix="plan with prepared.need")
-    tensors = [("q.nope", q.nope, (T, need.N, need.P), need.dtype), ("q.pe", q.pe, (T, need.N, need.R), need.dtype)]
+        expected, fix = "the Need that the layer was prepared for", "plan with prepared.need"
+        raise bad("plan.need", expected=expected, got="another", fix=fix)
+    check_equal("plan.tier", plan.tier, prepared.tier, "let one tier prepare, plan and attend")
+    _check_tensor("q.nope", q.nope, (T, need.N, need.P), need.dtype, need)
+    _check_tensor("q.pe", q.pe, (T, need.N, need.R), need.dtype, need)
     if out is not None:
-        tensors.append(("out.out", out.out, (T, need.N, need.V), need.out_dtype))
-        if (out.lse is not None) != need.lse:
-            raise bad("out.lse", expected="a tensor" if need.lse else "None", got=type(out.lse).__name__, fix="match Need.lse")
+        _check_tensor("out.out", out.out, (T, need.N, need.V), need.out_dtype, need)
+        check_equal(
+            "out.lse", "None" if out.lse is None else "a tensor", "a tensor" if need.lse else "None", "as Need.lse"
+        )
         if out.lse is not None:
-            tensors.append(("out.lse", out.lse, (T, need.N), need.compute_dtype))
-    for name, x, shape, dtype in tensors:
-        if tuple(x.shape) != shape:
-            raise bad(name, expected=f"shape {shape}", got=str(tuple(x.shape)), fix="one row per token of the batch")
-        if x.dtype != dtype:
-            raise bad(name, expected=str(dtype), got=str(x.dtype), fix="match the dtype in Need", kind=TypeError)
-        if normal_device(x.device) != need.device:
-            raise bad(name, expected=f"device {need.device}", got=str(x.device), fix="move it")
-    if cache.layout != need.layout or cache.page_size != need.page_size:
-        got = f"{cache.layout} with page_size {cache.page_size}"
-        raise bad("cache", expected=f"{need.layout} with page_size {need.page_size}", got=got, fix="plan with the cache's layout")
-    if normal_device(cache.data.device) != need.device:
-        raise bad("cache", expected=f"device {need.device}", got=str(cache.data.device), fix="allocate it on the layer's device")
+            _check_tensor("out.lse", out.lse, (T, need.N), need.compute_dtype, need)
+    check_equal("cache.layout", cache.layout, need.layout, "plan with the cache's layout")
+    check_equal("cache.page_size", cache.page_size, need.page_size, "plan with the cache's page size")
+    check_equal("cache.data.device", normal_device(cache.data.device), need.device, "allocate it where the layer is")
+    pages = plan.batch.num_pages
+    if pages is not None and pages > cache.num_pages:
+        expected, fix = f"at least {pages} pages, as the batch was told", "build the batch with the cache's num_pages"
+        raise bad("cache.num_pages", expected=expected, got=str(cache.num_pages), fix=fix)
+
+
+def _check_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, need: Need) -> None:
+    check_equal(f"{name}.shape", tuple(x.shape), shape, "one row per token of the batch")
+    check_equal(f"{name}.dtype", x.dtype, dtype, "match the dtype in Need", TypeError)
+    check_equal(f"{name}.device", normal_device(x.device), need.device, "move it to the layer's device")
 
 
 def deliver(state: AttentionState, plan: Plan, out: AttentionState | None) -> AttentionState:
@@ -179,11 +204,13 @@ def deliver(state: AttentionState, plan: Plan, out: AttentionState | None) -> At
     unchanged then.
     """
     need, T = plan.need, plan.batch.num_tokens
-    if tuple(state.out.shape) != (T, need.N, need.V):
-        raise bad("attend's out", expected=f"{(T, need.N, need.V)}", got=str(tuple(state.out.shape)), fix="return (T, N, V)")
-    if need.lse and (state.lse is None or tuple(state.lse.shape) != (T, need.N)):
-        got = "None" if state.lse is None else str(tuple(state.lse.shape))
-        raise bad("attend's lse", expected=f"{(T, need.N)}", got=got, fix="return the LSE, or refuse lse=True in why_not")
+    if not isinstance(state, AttentionState):
+        fix = "return AttentionState(out, lse)"
+        raise bad("attend's result", expected="an AttentionState", got=type(state).__name__, fix=fix, kind=TypeError)
+    check_equal("attend's out.shape", tuple(state.out.shape), (T, need.N, need.V), "return out (T, N, V)")
+    if need.lse:
+        got = None if state.lse is None else tuple(state.lse.shape)
+        check_equal("attend's lse.shape", got, (T, need.N), "return the LSE, or refuse lse = True in why_not")
     lse = state.lse.to(need.compute_dtype) if need.lse and state.lse is not None else None
     if out is None:
         return AttentionState(state.out.to(need.out_dtype), lse)

@@ -16,7 +16,8 @@ from mla.state import AttentionState
 def attend(q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProjection, need: Need) -> AttentionState:
     """Attend q.nope (T, N, P) and q.pe (T, N, R) over the paged rows: out (T, N, V), lse (T, N) in natural log."""
     wide = need.compute_dtype
-    state = AttentionState.empty(batch.num_tokens, need.N, need.V, dtype=wide, device=need.device)
+    out = torch.zeros(batch.num_tokens, need.N, need.V, dtype=wide, device=need.device)
+    lse = torch.full(out.shape[:2], float("-inf"), dtype=wide, device=need.device)
     q_latent = torch.einsum("tnp,lnp->tnl", q.nope.to(wide), up.W_UK.to(wide))
     first = 0
     for b, (query_len, S) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
@@ -27,11 +28,11 @@ def attend(q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProje
         scores = (q_latent[rows] @ kv_c.T + q.pe[rows].to(wide) @ k_pe.T) * need.softmax_scale  # (q, N, S)
         hidden = at >= batch.row_kv_lens[rows, None, None]
         scores = scores.masked_fill(hidden, float("-inf"))
-        state.lse[rows] = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - state.lse[rows][..., None]).masked_fill(hidden, 0.0)
-        state.out[rows] = torch.einsum("tnl,lnv->tnv", weights @ kv_c, up.W_UV.to(wide))
+        lse[rows] = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - lse[rows][..., None]).masked_fill(hidden, 0.0)
+        out[rows] = torch.einsum("tnl,lnv->tnv", weights @ kv_c, up.W_UV.to(wide))
         first += query_len
-    return state
+    return AttentionState(out, lse)
 
 
 def why_not(need: Need) -> list[str]:

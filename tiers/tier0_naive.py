@@ -3,7 +3,7 @@
 Axes: T new tokens (packed over requests), S cached tokens, N heads, P nope, R rope, V value.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,23 +23,22 @@ class NaiveTier(Tier):
     """The reference tier: `form` is "mha" (expanded, compute-friendly) or "mqa" (absorbed, data-movement-friendly)."""
 
     form: str = "mha"
+    name: str = field(init=False)
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise bad("form", expected="'mha' or 'mqa'", got=repr(self.form), fix="tiers.get('naive', form='mqa')")
-
-    @property
-    def name(self) -> str:
-        """'naive:mha' or 'naive:mqa'."""
-        return f"naive:{self.form}"
+        object.__setattr__(self, "name", f"naive:{self.form}")
 
     def why_not(self, need: Need) -> list[str]:
         """Return the sentences for features beyond plain MLA, and for promises that a loop in Python cannot keep."""
         reasons = refuse_features("naive", need)
         if need.batch_invariant:
-            reasons.append("batch_invariant = True is not promised by naive, whose products follow the step's shapes; set it to False.")
+            found = "batch_invariant = True is not promised by naive, whose products follow the step's shapes"
+            reasons.append(f"{found}; set it to False.")
         if need.graph_capture:
-            reasons.append("graph_capture = True is not possible in naive, which loops over requests on the host; set it to False.")
+            found = "graph_capture = True is not possible in naive, which loops over requests on the host"
+            reasons.append(f"{found}; set it to False.")
         return reasons
 
     def attend(
@@ -60,5 +59,5 @@ class NaiveTier(Tier):
             start += query_len
         padding = batch.num_tokens - start
         states.append(AttentionState.empty(padding, need.N, need.V, dtype=need.compute_dtype, device=need.device))
-        whole = AttentionState(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states if s.lse is not None]))
-        return deliver(whole, plan, out)
+        outs, lses = [s.out for s in states], [s.lse for s in states if s.lse is not None]
+        return deliver(AttentionState(torch.cat(outs), torch.cat(lses)), plan, out)

@@ -1,0 +1,54 @@
+# Every target sets up what it needs in .venv, once, and again when pyproject.toml or constraints.txt change.
+# Variables: PYTHON (3.11 or newer, for a new .venv), PROCESSES (of pytest), ARGS (handed to the command).
+
+PYTHON    ?= python3
+PROCESSES ?= 2
+ARGS      ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help compare test lint bench docs clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+compare: $(VENV)/.core  ## set up, then replay a request trace through the tiers and the oracle (ARGS="--requests 8")
+	$(BIN)/mla compare $(ARGS)
+
+test: $(VENV)/.test  ## set up, then run the whole CPU suite (ARGS="-k merge")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
+
+lint: $(VENV)/.lint  ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test  ## time the CPU tiers (ARGS="paged --batch 4q1s4k")
+	$(BIN)/mla bench $(ARGS)
+
+docs: $(VENV)/.docs  ## build the site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find mla tiers tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written last, so a set-up that was interrupted is done again. Without --no-build-isolation pip would
+# fetch an unpinned setuptools for each install.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/.created
+	$(BIN)/python -m pip install --constraint constraints.txt setuptools
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.core
+	$(INSTALL) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,167 @@
+"""Cases by name: sizes x batch x dtype x cache layout x input family x slot layout x seed. One list for every use.
+
+Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, P nope, R rope, V value.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from mla.cache import CacheLayout, FloatRows
+from mla.config import yarn_mscale
+from mla.conformance.specs import SPECS, BatchSpec, spec
+from mla.errors import bad
+from mla.need import Need
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+LAYOUTS: dict[str, Callable[[int, int], CacheLayout]] = {
+    f"rows_{name}": lambda L, R, dtype=dtype: FloatRows(L, R, dtype) for name, dtype in DTYPES.items()
+}
+NEEDLES = ("needle", "needle_first", "needle_middle", "needle_last", "needle_end")
+FAMILIES = ("randn", "peaked", *NEEDLES, "equal_keys", "large_logits")
+SLOTS = ("contiguous", "shuffled", "interleaved", "extended")
+REPLICAS, MOST_ROUNDINGS = 16, 100_000_000
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Head sizes by name. The softmax scale is V3's, (P+R)^-0.5 m(40, 1)^2, so that no scale made from widths alone passes."""
+
+    name: str
+    N: int
+    L: int
+    P: int
+    R: int
+    V: int
+
+    @property
+    def softmax_scale(self) -> float:
+        """(P+R)^-0.5 (0.1 ln 40 + 1)^2."""
+        return (self.P + self.R) ** -0.5 * yarn_mscale(40.0, 1.0) ** 2
+
+
+TOY = Dims("toy", 3, 32, 12, 8, 10)
+DIMS: dict[str, Dims] = {
+    d.name: d
+    for d in (
+        TOY,
+        Dims("toy_r0", 4, 24, 10, 0, 14),
+        Dims("toy_n1", 1, 40, 12, 4, 10),
+        Dims("toy_n12", 12, 28, 8, 6, 10),
+        Dims("minicpm3_n5", 5, 256, 64, 32, 64),
+        Dims("mistral4_n6", 6, 256, 64, 64, 128),
+        Dims("nope_n12", 12, 512, 128, 0, 128),
+        Dims("v3_n1", 1, 512, 128, 64, 128),
+        Dims("v3_n3", 3, 512, 128, 64, 128),
+        Dims("v3_n16", 16, 512, 128, 64, 128),
+        Dims("glm_n20", 20, 512, 192, 64, 256),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conformance case: everything that its inputs, its reference and its Need follow from.
+
+    `dtype` is the query's by its short name (f32, bf16, f16), `layout` the cache rows' ("" for the same), `page_size` 0
+    means the batch's own, `lse` False asks for no LSE. Raises ValueError or KeyError for names that do not exist.
+    """
+
+    batch: BatchSpec
+    dims: Dims = TOY
+    dtype: str = "bf16"
+    layout: str = ""
+    family: str = "randn"
+    slots: str = "shuffled"
+    page_size: int = 0
+    seed: int = 0
+    lse: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", self.layout or f"rows_{self.dtype}")
+        object.__setattr__(self, "page_size", self.page_size or self.batch.page_size)
+        known = {"dtype": DTYPES, "layout": LAYOUTS, "family": FAMILIES, "slots": SLOTS}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                expected, fix = f"one of {', '.join(values)}", "see mla.conformance.cases"
+                raise bad(name, expected=expected, got=repr(getattr(self, name)), fix=fix)
+
+    @property
+    def id(self) -> str:
+        """Readable name; `find` gives the case back."""
+        parts = [self.dims.name, self.batch.name, self.dtype, self.layout, self.family, self.slots]
+        return "-".join([*parts, f"p{self.page_size}", f"s{self.seed}", *([] if self.lse else ["nolse"])])
+
+    @property
+    def random_seed(self) -> int:
+        """Seed of the inputs and of the replicas, made from the id: the same on every machine."""
+        return zlib.crc32(self.id.encode())
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype of query, weights and new rows."""
+        return DTYPES[self.dtype]
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Layout of the cached rows."""
+        return LAYOUTS[self.layout](self.dims.L, self.dims.R)
+
+    def need(self, device: str = "cpu") -> Need:
+        """Return what this case asks of a tier."""
+        d = self.dims
+        return Need(
+            N=d.N, L=d.L, P=d.P, R=d.R, V=d.V, softmax_scale=d.softmax_scale, layout=self.cache_layout,
+            page_size=self.page_size, dtype=self.torch_dtype, device=device, lse=self.lse, mask=self.batch.mask,
+        )  # fmt: skip
+
+
+def find(case_id: str) -> Case:
+    """Return the case of an id; raises ValueError where a part of it is unknown."""
+    parts = case_id.split("-")
+    dims, batch, dtype, layout, family, slots, page, seed, *rest = parts if len(parts) >= 8 else [""] * 8
+    if dims not in DIMS or not page[1:].isdigit() or not seed[1:].isdigit() or rest not in ([], ["nolse"]):
+        expected = "dims-batch-dtype-layout-family-slots-pPAGE-sSEED[-nolse]"
+        raise bad("case", expected=expected, got=repr(case_id), fix="copy an id from `mla check`")
+    return Case(spec(batch), DIMS[dims], dtype, layout, family, slots, int(page[1:]), int(seed[1:]), not rest)
+
+
+def roundings(case: Case, rows: Iterable[int] | None = None, heads: int | None = None) -> int:
+    """Return what the budget of some rows (all by default) costs: K S N (P + V + 2 rows) roundings summed over requests."""
+    d, visible = case.dims, case.batch.visible()
+    wanted = set(range(len(visible)) if rows is None else rows)
+    starts, total = [0, *accumulate(case.batch.query_lens)], 0
+    for start, stop in pairwise(starts):
+        mine = [i for i in range(start, stop) if i in wanted]
+        S = max((visible[i] for i in mine), default=0)
+        total += REPLICAS * S * (d.N if heads is None else heads) * (d.P + d.V + 2 * len(mine))
+    return total
+
+
+def sample_rows(case: Case, most: int = MOST_ROUNDINGS) -> tuple[list[int] | None, list[int] | None]:
+    """Return the rows and the heads to compare, None for all: as many as cost at most `most` roundings.
+
+    First and last row of every request, padding, then random rows while they fit; if those alone are too many, fewer heads
+    but at least 2, the last one among them. Source: docs/explanation/design.md, "When is a result right", rule 9.
+    """
+    if roundings(case) <= most:
+        return None, None
+    chance, batch = random.Random(case.random_seed), case.batch
+    starts = [0, *accumulate(batch.query_lens)]
+    edges = {r for a, b in pairwise(starts) if b > a for r in (a, b - 1)}
+    padding = range(starts[-1], batch.num_tokens)
+    N, heads = case.dims.N, None
+    if roundings(case, edges) > most:
+        count = max(2, int(N * most / roundings(case, edges)))
+        heads = sorted({N - 1, *chance.sample(range(N - 1), min(count, N) - 1)}) if N > 1 else None
+    inner = [r for r in range(starts[-1]) if r not in edges]
+    chance.shuffle(inner)
+    low, high = 0, len(inner) if heads is None else 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if roundings(case, edges.union(inner[:middle])) <= most else (low, middle - 1)
+    return sorted({*edges, *inner[:low], *padding}), heads

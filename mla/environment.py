@@ -1,0 +1,61 @@
+"""Where a run ran: what a figure depends on beside the code."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Return what a figure depends on beside the code: versions, platform, processor, device, threads, git commit."""
+    import numpy
+    import torch
+
+    cuda = device.startswith("cuda") and torch.cuda.is_available()
+    return {
+        "mla": own_version(),
+        "commit": _commit(Path(__file__).parents[1]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if cuda else device,
+    }
+
+
+def own_version() -> str:
+    """Return the version of this distribution."""
+    try:
+        return version("mla-tiers")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit(root: Path) -> str | None:
+    """The commit of a git work tree, with "+changes" where tracked files differ from it; None outside of one."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+        return _git(root, "rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
