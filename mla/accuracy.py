@@ -58,7 +58,9 @@ class Comparison:
         return self.status == "ok"
 
 
-def limits(dtype: torch.dtype, out: Tensor, lse: Tensor, e_out: Tensor, e_lse: Tensor, row_kv_lens: Tensor, level: str) -> tuple[Tensor, Tensor]:
+def limits(
+    dtype: torch.dtype, out: Tensor, lse: Tensor, e_out: Tensor, e_lse: Tensor, row_kv_lens: Tensor, level: str
+) -> tuple[Tensor, Tensor]:
     """Turn expected errors (T, N) into limits (T, N) for rms(out - oracle) and |lse - oracle|.
 
     16 bits: 3 (e_out + u rms(out)) and 6 (e_lse + 2^-22 (1 + |lse|)).
@@ -102,14 +104,27 @@ def reference(
         index = torch.tensor([i for i in chosen if owners[i] == b])
         lens = visible[index]
         S = int(lens.max()) if b >= 0 else 0
-        kv_c, k_pe = (x[:S] for x in (keys[b] if b >= 0 else (q.nope.new_empty(0, up.W_UK.shape[0]), q.pe.new_empty(0, q.pe.shape[-1]))))
+        kv_c, k_pe = (
+            x[:S]
+            for x in (keys[b] if b >= 0 else (q.nope.new_empty(0, up.W_UK.shape[0]), q.pe.new_empty(0, q.pe.shape[-1])))
+        )
         at = index.to(q.nope.device)
         problem = Problem(q.nope[at], q.pe[at], kv_c, k_pe, up.W_UK, up.W_UV, lens.to(q.nope.device), softmax_scale)
         parts.append((index, *_solve(problem, dtype, noise, "attend")))
     return _assemble(parts, q.nope.shape[1], up.W_UV.shape[2])
 
 
-def latent_reference(q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, row_kv_lens: Tensor, softmax_scale: float, *, dtype: torch.dtype, seed: int) -> Reference:
+def latent_reference(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    row_kv_lens: Tensor,
+    softmax_scale: float,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+) -> Reference:
     """Compute oracle and budget of one request at the level of raw kernels: absorbed query in, latent output out.
 
     q_latent (T, N, L) and q_pe (T, N, R) as the kernel is given them, kv_c (S, L), k_pe (S, R), row_kv_lens (T,). With
@@ -121,7 +136,9 @@ def latent_reference(q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor,
     problem = Problem(*one_head, kv_c, k_pe, eye, eye, row_kv_lens.repeat_interleave(N), softmax_scale)
     out, lse, out_limit, lse_limit, empty = _solve(problem, dtype, Noise(seed, q_latent.device), "latent", heads=N)
     shape = lambda x: x.reshape(T, N, *x.shape[2:])
-    return Reference(torch.arange(T), shape(out), shape(lse), shape(out_limit), shape(lse_limit), empty.view(T, N)[:, 0])
+    return Reference(
+        torch.arange(T), shape(out), shape(lse), shape(out_limit), shape(lse_limit), empty.view(T, N)[:, 0]
+    )
 
 
 def compare(state: AttentionState, truth: Reference) -> Comparison:
@@ -132,15 +149,26 @@ def compare(state: AttentionState, truth: Reference) -> Comparison:
     """
     n, N, V = truth.out.shape
     if state.out.dim() != 3 or state.out.shape[1:] != (N, V) or (n and state.out.shape[0] <= int(truth.rows.max())):
-        return Comparison("wrong_shape", float("inf"), 0.0, detail=f"out is {tuple(state.out.shape)}, expected (T, {N}, {V})")
+        return Comparison(
+            "wrong_shape", float("inf"), 0.0, detail=f"out is {tuple(state.out.shape)}, expected (T, {N}, {V})"
+        )
     if state.lse is not None and tuple(state.lse.shape) != tuple(state.out.shape[:2]):
-        return Comparison("wrong_shape", 0.0, float("inf"), detail=f"lse is {tuple(state.lse.shape)}, expected {tuple(state.out.shape[:2])}")
+        return Comparison(
+            "wrong_shape",
+            0.0,
+            float("inf"),
+            detail=f"lse is {tuple(state.lse.shape)}, expected {tuple(state.out.shape[:2])}",
+        )
     if not bool(torch.isfinite(state.out).all()):
         row, head = _first(~torch.isfinite(state.out).all(-1))
-        return Comparison("not_finite", float("inf"), 0.0, (row, head), detail=f"out of row {row}, head {head} is not finite")
+        return Comparison(
+            "not_finite", float("inf"), 0.0, (row, head), detail=f"out of row {row}, head {head} is not finite"
+        )
     if state.lse is not None and bool((torch.isnan(state.lse) | (state.lse == float("inf"))).any()):
         row, head = _first(torch.isnan(state.lse) | (state.lse == float("inf")))
-        return Comparison("not_finite", 0.0, float("inf"), None, (row, head), detail=f"lse of row {row}, head {head} is NaN or +inf")
+        return Comparison(
+            "not_finite", 0.0, float("inf"), None, (row, head), detail=f"lse of row {row}, head {head} is NaN or +inf"
+        )
     rows = truth.rows.to(state.out.device)
     out = state.out[rows].to(truth.out.device, torch.float64)
     error = (out - truth.out).square().mean(-1).sqrt()
@@ -172,7 +200,9 @@ def _solve(problem: Problem, dtype: torch.dtype, noise: Noise, level: str, heads
     e_out, e_lse = (torch.maximum(tokens(e), tokens(e).mean(1, keepdim=True)).view_as(e) for e in errors)
     a, b = limits(dtype, out[live], lse[live], e_out, e_lse, some.row_kv_lens, level)
     if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise bad("case", expected="a finite budget", got="NaN or inf", fix="give the oracle finite queries, rows and weights")
+        raise bad(
+            "case", expected="a finite budget", got="NaN or inf", fix="give the oracle finite queries, rows and weights"
+        )
     out_limit[live], lse_limit[live] = a, b
     return out, lse, out_limit, lse_limit, empty
 
@@ -180,7 +210,14 @@ def _solve(problem: Problem, dtype: torch.dtype, noise: Noise, level: str, heads
 def _assemble(parts, N: int, V: int) -> Reference:
     if not parts:
         nothing = torch.zeros(0, N, dtype=torch.float64)
-        return Reference(torch.zeros(0, dtype=torch.int64), torch.zeros(0, N, V, dtype=torch.float64), nothing, nothing, nothing, torch.zeros(0, dtype=torch.bool))
+        return Reference(
+            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(0, N, V, dtype=torch.float64),
+            nothing,
+            nothing,
+            nothing,
+            torch.zeros(0, dtype=torch.bool),
+        )
     return Reference(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -43,7 +43,7 @@ def tensor_files(path: "str | PathLike[str]") -> dict[str, Path]:
 
 
 def read_tensors(files: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Read the tensors whose name starts with `prefix`, as stored, on the CPU; only their files are opened.
+    """Read the tensors whose name starts with `prefix`, (O, I) as stored, on the CPU; only their files are opened.
 
     `files` comes from `tensor_files`. Raises ValueError naming a shard that is not there or lacks a tensor.
     """

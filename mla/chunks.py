@@ -1,4 +1,4 @@
-"""Pack the keys of many requests into a workspace of bounded size, one chunk after the other."""
+"""Take the keys of many requests through a workspace of bounded size: one chunk after the other, or side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,3 +39,21 @@ def pack_chunks(key_counts: Sequence[int], cap: int, page_size: int) -> list[lis
             chunks[-1].append(Span(request, start, start + take, used))
             start, used = start + take, used + take
     return chunks
+
+
+def sweep_strides(key_counts: Sequence[int], room: int, least: int) -> list[tuple[int, int, int]]:
+    """Walk through the keys of several requests side by side: strides (start, stop, active), at most `room` keys in all.
+
+    `key_counts` are sorted, longest first; in a stride the first `active` requests take keys start .. stop - 1, clipped
+    to what they have. A stride ends where the shortest active request does, so that little is gathered for nothing, but
+    is not shorter than `least` keys while room and the longest request allow.
+    """
+    strides, start, active = [], 0, len(key_counts)
+    while key_counts and start < key_counts[0]:
+        while key_counts[active - 1] <= start:
+            active -= 1
+        width = max(1, room // active)
+        stop = min(start + width, max(key_counts[active - 1], start + min(width, least)), key_counts[0])
+        strides.append((start, stop, active))
+        start = stop
+    return strides

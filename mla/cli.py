@@ -3,22 +3,25 @@
 Imports are inside functions, so that `mla --help` does not wait for torch.
 """
 
+from functools import partial
+from itertools import product
 from typing import Annotated, Any
 
 import typer
 
 from mla.errors import bad
 from mla.flags import Outcome, Run, command
-from mla.settings import RunSettings, TierPair
+from mla.settings import RunSettings, TierPair, parse_tier
 
 app = typer.Typer(
     name="mla", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
-EXIT = {"ok": 0, "mismatch": 1, "raised": 1, "refused": 2}
+EXIT = {"ok": 0, "mismatch": 1, "raised": 1, "failed": 1, "refused": 2}
 SETTINGS = tuple(RunSettings.model_fields)
 SIZES = ("model", "heads", "dtype", "cache_dtype")
-LIMITS = ("page_size", "token_budget", "max_running", "max_workspace_tokens", "max_model_len")
+LIMITS = ("page_size", "token_budget", "max_running", "max_model_len")
+TIER_OPTIONS = ("form", "max_workspace_tokens", "tune_file")
 
 
 def _version(wanted: bool) -> None:
@@ -73,11 +76,11 @@ def compare(run: Run) -> Outcome:
 
     Exit code 0: all right; 1: a tier is wrong; 2: a tier refused, or bad usage.
     """
+    from mla.output import progress
     from mla.records import model_record, replay_record
     from mla.report import compare_blocks
     from mla.resolve import model_of, replay_spec_of, requests_of
     from mla.serving.replay import replay
-    from mla.output import progress
 
     spec = replay_spec_of(run.settings, model_of(run.settings))
     (name, requests), found = requests_of(run.settings), tiers_of(run.settings)
@@ -87,10 +90,43 @@ def compare(run: Run) -> Outcome:
     return Outcome(record, compare_blocks, EXIT[record["status"]])
 
 
+TIER = typer.Argument(metavar="[TIER or FILE]", help="A tier by name, or the path of a Python file that defines one.")
+SUITE = typer.Option(metavar="smoke|full", help="smoke: two cases for each batch; full: all pairs of conditions.")
+ALL = typer.Option("--all", help="Print every case, not only those that fail.")
+
+
+@command(app, (*TIER_OPTIONS, "device"))
+def check(
+    run: Run,
+    tier: Annotated[str, TIER] = "paged",
+    suite: Annotated[str, SUITE] = "smoke",
+    every: Annotated[bool, ALL] = False,
+) -> Outcome:
+    """Run the conformance cases on a tier: error/budget, and the memory around the result.
+
+    Exit code 0: all right; 1: a case failed; 2: the tier refused all cases, or bad usage.
+    """
+    from mla import conformance
+    from mla.output import progress
+    from mla.records import check_record
+    from mla.report import check_blocks
+    from mla.resolve import device_of
+
+    cases, results = conformance.suite(suite), []
+    found, device = tier_of(parse_tier(tier), run.settings), device_of(run.settings)
+    with progress(f"check {tier}", "cases") as tick:
+        tick(0, len(cases))
+        for result in conformance.check(found, cases, device=device):
+            results.append(result)
+            tick(len(results), len(cases))
+    record = check_record(tier, suite, results, conformance.summary(results))
+    return Outcome(record, partial(check_blocks, every=every), EXIT[record["verdict"]])
+
+
 ASK = typer.Option(metavar="NAME=VALUE", help="Ask for more: a field of Need, such as window=4096. May be repeated.")
 
 
-@command(app, (*SIZES, *LIMITS, "tiers", "device"))
+@command(app, (*SIZES, *LIMITS, *TIER_OPTIONS, "tiers", "device"))
 def tiers(run: Run, ask: Annotated[list[str] | None, ASK] = None) -> Outcome:
     """Say which tiers can run here for a model, and every reason of those that cannot."""
     import tiers as registry
@@ -104,20 +140,18 @@ def tiers(run: Run, ask: Annotated[list[str] | None, ASK] = None) -> Outcome:
     reasons = {str(spec): _reasons(spec, s, need) for spec in [*registry.names(), *given]}
     try:
         auto = registry.select(need)[1]
-    except ValueError as error:
-        auto = str(error)
-    record = {
-        "model": model_record(s, config, need.layout), "device": f"{need.device} ({need.arch})", "asked": asked, "auto": auto,
-        "tiers": [{"name": name, "status": "no" if why else "yes", "reasons": why} for name, why in reasons.items()],
-    }  # fmt: skip
-    return Outcome(record, tiers_blocks)
+    except ValueError:  # with the sentences that are in the table
+        auto = "none of them can."
+    found = [{"name": name, "status": "no" if why else "yes", "reasons": why} for name, why in reasons.items()]
+    where = {"device": need.device, "arch": need.arch, "asked": asked}
+    return Outcome({"model": model_record(s, config, need.layout), **where, "tiers": found, "auto": auto}, tiers_blocks)
 
 
 def _reasons(spec: str | TierPair, settings: RunSettings, need: Any) -> list[str]:
     try:
         return tier_of(spec, settings).why_not(need)
     except Exception as error:  # a tier of another distribution may fail in any way, and the list goes on
-        return [f"cannot be loaded: {type(error).__name__}: {error}"]
+        return [f"cannot be loaded: {'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{error}"]
 
 
 BATCH = typer.Option(metavar="SPEC", help="Requests as COUNTqNEWsKEYS, parts joined by _: 16q1s4k, 2q2k_32q1s1k.")
@@ -128,7 +162,7 @@ GPU = typer.Option(metavar="GPU", help="A known GPU, or NAME:TFLOPS:GBPS for cei
 def cost(run: Run, batch: Annotated[str, BATCH] = "16q1s4k", gpu: Annotated[list[str] | None, GPU] = None) -> Outcome:
     """Count the bytes and FLOPs of attention before anything runs: which form wins, and from where on."""
     from mla.records import cost_record, model_record
-    from mla.report import cost_blocks
+    from mla.report_figures import cost_blocks
     from mla.resolve import dtype_of, gpu_of, layout_of, model_of
 
     config = model_of(run.settings)
@@ -136,6 +170,92 @@ def cost(run: Run, batch: Annotated[str, BATCH] = "16q1s4k", gpu: Annotated[list
     gpus = [gpu_of(text, itemsize) for text in gpu or ["h200"]]
     record = cost_record(model_record(run.settings, config, layout), config, batch, gpus, itemsize)
     return Outcome(record, cost_blocks)
+
+
+TIERS = typer.Argument(metavar="[TIER or FILE]...", help="Tiers by name, or paths of Python files that define one.")
+BATCHES = typer.Option("--batch", metavar="SPEC", help="Requests as COUNTqNEWsKEYS, such as 4q1s4k. May be repeated.")
+REPEATS = typer.Option(metavar="N", min=1, help="Timed calls; two more warm up.")
+CEILING = typer.Option(metavar="GPU", help="Put a roofline beside: a known GPU, or NAME:TFLOPS:GBPS.")
+BESIDE = typer.Option(metavar="transformers", help="Time whole layers too, with that library's attention module.")
+
+
+@command(app, (*SIZES, "page_size", *TIER_OPTIONS, "device"), model="deepseek-v2-lite")
+def bench(
+    run: Run,
+    tiers: Annotated[list[str] | None, TIERS] = None,
+    batches: Annotated[list[str] | None, BATCHES] = None,
+    repeats: Annotated[int, REPEATS] = 10,
+    gpu: Annotated[str | None, CEILING] = None,
+    beside: Annotated[str | None, BESIDE] = None,
+) -> Outcome:
+    """Time tiers on batches, each only after it was right there.
+
+    Exit code 0: all timed; 1: a tier is wrong and was not timed; 2: a tier refused, or bad usage.
+    """
+    from mla.bench import bench_case
+    from mla.output import progress
+    from mla.peers import decode_beside_transformers
+    from mla.records import bench_record, model_record
+    from mla.report_figures import bench_blocks
+    from mla.resolve import case_of, decode_step_of, device_of, dtype_of, gpu_of, layout_of, model_of
+
+    s, config, device = run.settings, model_of(run.settings), device_of(run.settings)
+    ceiling = gpu_of(gpu, dtype_of(s).itemsize) if gpu else None
+    cases = [case_of(s, config, batch) for batch in batches or ["4q1s4k"]]
+    steps = [decode_step_of(s, case, beside) for case in cases] if beside else []
+    found = {name: tier_of(parse_tier(name), s) for name in tiers or ["paged"]}
+    results: list[tuple[str, Any]] = []
+    peers: list[tuple[Any, Any]] = []
+    total = len(cases) * len(found) + len(steps)
+    with progress("bench", "timings") as tick:
+        for case, name in product(cases, found):
+            tick(len(results), total)
+            results.append((name, bench_case(found[name], case, repeats, device)))
+        for case, (count, context) in zip(cases, steps, strict=False):
+            tick(len(results) + len(peers), total)
+            right = [found[name] for name, r in results if r.gate.case == case and r.gate.ok]
+            peers.append(
+                (case, decode_beside_transformers(config, right, context=context, batch=count, repeats=repeats))
+            )
+    record = bench_record(model_record(s, config, layout_of(s, config)), config, results, ceiling, peers)
+    return Outcome(record, bench_blocks, EXIT[record["status"]])
+
+
+FILE = typer.Option("--file", metavar="FILE", help="Where the tables are kept. [tune_file, else mla-tune.json]")
+LENS = typer.Option(metavar="N,N,...", help="New tokens of the grid.")
+CONTEXTS = typer.Option(metavar="N,N,...", help="Cached tokens of the grid.")
+
+
+@command(app, ("model", "heads", "dtype", "max_workspace_tokens", "tune_file"), model="deepseek-v2-lite")
+def tune(
+    run: Run,
+    file: Annotated[str | None, FILE] = None,
+    query_lens: Annotated[str, LENS] = "1,4,16,64,128,256,512",
+    contexts: Annotated[str, CONTEXTS] = "1,64,256,512,1024,4096,8192",
+    repeats: Annotated[int, REPEATS] = 3,
+) -> Outcome:
+    """Measure on this machine which form of the paged tier is faster where, and keep the table.
+
+    A table serves one model size and dtype; those of other sizes in the file stay.
+    """
+    from mla.environment import environment
+    from mla.output import progress
+    from mla.records import tune_record
+    from mla.report_figures import tune_blocks
+    from mla.resolve import case_of, counts_of, model_of, tables_of
+    from mla.tune import FormCosts, measure
+
+    s, path = run.settings, file or str(run.settings.tune_file or "mla-tune.json")
+    kept, case = tables_of(path), case_of(s, model_of(s), "1q1")
+    mha, mqa = (tier_of(f"paged:{form}", s.model_copy(update={"tune_file": None})) for form in ("mha", "mqa"))
+    grid = {"query_lens": counts_of("--query-lens", query_lens), "contexts": counts_of("--contexts", contexts)}
+    where = environment(s.device)
+    provenance = f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}"
+    with progress("tune", "pairs") as tick:
+        table = measure(mha, mqa, case.dims, case.dtype, provenance, **grid, repeats=repeats, progress=tick)
+    others = [t for t in kept if (t.size, t.dtype) != (table.size, table.dtype)]
+    FormCosts((*others, table)).save(path)
+    return Outcome(tune_record(s, path, table), tune_blocks)
 
 
 @command(app, SETTINGS)

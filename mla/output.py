@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich import box
@@ -23,21 +23,28 @@ from rich.text import Text
 
 from mla.errors import bad
 
+LEAST_TEXT = 20
 Tick = Callable[[int, int], None]
 
 STYLES = {
     **dict.fromkeys(("ok", "yes"), "green"),
     **dict.fromkeys(("refused", "no"), "yellow"),
-    **dict.fromkeys(("mismatch", "raised"), "bold red"),
+    **dict.fromkeys(("mismatch", "raised", "failed", "not_finite", "wrong_shape", "wrong_dtype"), "bold red"),
 }
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text: column titles, and rows with a cell for each column; columns of numbers are set right."""
+    """A table of text: column titles, and rows with a cell for each column; columns of numbers are set right.
+
+    Titles may break into lines, which plain text joins. A terminal that is too narrow gets several tables, cut before
+    the columns of `cuts` and wherever else it must, each with the first `keys` columns.
+    """
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
+    keys: int = 1
+    cuts: Sequence[int] = ()
 
     def right(self, column: int) -> bool:
         """Return whether every cell of the column is a number, or "-" for none."""
@@ -57,8 +64,8 @@ def show(blocks: Sequence[Block], *, stderr: bool = False) -> None:
             continue
         if i:
             console.print()
-        for part in [block] if isinstance(block, str) else _drawn(block, console):
-            console.print(part)
+        for j, part in enumerate([block] if isinstance(block, str) else _drawn(block, console)):
+            console.print(*([""] if j else []), part, sep="\n")
 
 
 @contextmanager
@@ -68,13 +75,13 @@ def progress(task: str, unit: str) -> Iterator[Tick]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
-        TextColumn(f"{{task.completed:.0f}} of {{task.total}} {unit}"),
+        TextColumn(f"{{task.fields[counted]}} {unit}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        id = bar.add_task(task, total=None)
-        yield lambda done, total: bar.update(id, completed=done, total=total)
+        id = bar.add_task(task, total=None, counted="counting")
+        yield lambda done, total: bar.update(id, completed=done, total=total, counted=f"{done} of {total}")
 
 
 @contextmanager
@@ -144,7 +151,7 @@ def _plain(block: Block) -> str:
     if isinstance(block, dict):
         width = max(map(len, block))
         return "\n".join(f"{label:<{width}}  {text}" for label, text in block.items())
-    rows = [block.titles, *block.rows]
+    rows = [[title.replace("\n/", "/").replace("\n", " ").strip() for title in block.titles], *block.rows]
     widths = [max(len(row[c]) for row in rows) for c in range(len(block.titles))]
     sides = [">" if block.right(c) else "<" for c in range(len(widths))]
     lines = (zip(row, sides, widths, strict=True) for row in rows)
@@ -162,24 +169,37 @@ def _drawn(block: dict[str, str] | Grid, console: Console) -> list[Table]:
 
 
 def _split(grid: Grid, console: Console) -> list[Table]:
-    """Draw as many columns as fit, then the rest in further tables that repeat the first column."""
-    tables, chosen = [], [0]
-    for column in range(1, len(grid.titles)):
-        if len(chosen) > 1 and console.measure(_table(grid, [*chosen, column])).maximum > console.width:
+    """Draw one table, or as many as the width asks for; a last column of text may wrap instead."""
+    every, keys = list(range(len(grid.titles))), list(range(grid.keys))
+    if _width(_table(grid, every), console) <= console.width:
+        return [_table(grid, every)]
+    tables, chosen = [], keys
+    for column in every[grid.keys :]:
+        room = console.width - _width(_table(grid, chosen), console) - 2
+        wraps = column == every[-1] and not grid.right(column) and room >= LEAST_TEXT
+        fits = wraps or _width(_table(grid, [*chosen, column]), console) <= console.width
+        if len(chosen) > grid.keys and (column in grid.cuts or not fits):
             tables.append(_table(grid, chosen))
-            chosen = [0]
-        chosen.append(column)
+            chosen = keys
+        chosen = [*chosen, column]
     return [*tables, _table(grid, chosen)]
 
 
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update_width(10**6)).maximum
+
+
 def _table(grid: Grid, columns: Sequence[int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for c in columns:
-        last = c == columns[-1]
-        table.add_column(
-            Text("\n".join(grid.titles[c].split())), justify="right" if grid.right(c) else "left", vertical="bottom",
-            no_wrap=not last, overflow="fold",
-        )  # fmt: skip
+        side: Literal["left", "right"] = "right" if grid.right(c) else "left"
+        wraps = c == columns[-1] and side == "left"
+        table.add_column(Text(grid.titles[c]), justify=side, vertical="top", no_wrap=not wraps, overflow="fold")
     for row in grid.rows:
-        table.add_row(*(Text(row[c], STYLES.get(row[c], "")) for c in columns))
+        table.add_row(*(Text(_broken(row[c]) if c == 0 else row[c], STYLES.get(row[c], "")) for c in columns))
     return table
+
+
+def _broken(name: str) -> str:
+    # Two lines for a pair of tiers: its name is twice as long as any other.
+    return name.replace("+prefill=", "\n+prefill=")

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from mla.batch import parse_batch
-from mla.cost import break_even_flops, count_batch, default_workspace_tokens, grouped_name, kv_bytes_per_token
+from mla.cost import (
+    absorbed_cost,
+    break_even_flops,
+    count_batch,
+    default_workspace_tokens,
+    expanded_cost,
+    grouped_name,
+    kv_bytes_per_token,
+)
 from mla.roofline import break_even_roofline, cost_report
 from mla.settings import RunSettings
 from mla.tune import FormCosts
@@ -75,10 +83,89 @@ def _place(at: tuple[int, int, int, int] | None) -> Record | None:
     return None if at is None else dict(zip(("step", "request", "token", "head"), at, strict=True))
 
 
+def check_record(tier: str, suite: str, results: Sequence[Any], summary: Record) -> Record:
+    """Describe a conformance run: the summary, a line for each family of inputs, a record for each case."""
+    families: Record = {}
+    for family in sorted({r.case.family for r in results}):
+        mine = [r for r in results if r.case.family == family]
+        ran = [r for r in mine if r.status != "refused"]
+        families[family] = {
+            "cases": len(mine),
+            "ok": sum(r.ok for r in mine),
+            "refused": len(mine) - len(ran),
+            "failed": sum(not r.ok for r in ran),
+            "used_out": max((r.used_out for r in ran), default=None),
+            "used_lse": max((r.used_lse for r in ran), default=None),
+        }
+    return {"tier": tier, "suite": suite, **summary, "families": families, "results": [r.record() for r in results]}
+
+
+def bench_record(
+    model: Record, config: Any, results: Sequence[tuple[str, Any]], gpu: Any, peers: Sequence[tuple[Any, Any]]
+) -> Record:
+    """Describe timings: for each tier and batch the gate, the times, and rates that count the cheaper form's work.
+
+    `peers` holds, for each case, the timings of whole layers, the other library's first.
+    """
+    rows = [_bench_row(name, result, model, config, gpu) for name, result in results]
+    statuses = {row["status"] for row in rows}
+    wrong = statuses - {"ok", "refused"}
+    status = "failed" if wrong else "refused" if "refused" in statuses else "ok"
+    ceiling = None if gpu is None else {**dataclasses.asdict(gpu), "ridge": gpu.ridge}
+    scale = results[0][1].gate.case.dims.softmax_scale  # a case has one of its own
+    layers = [
+        {
+            "batch": case.batch.name,
+            **dataclasses.asdict(layer),
+            "faster": layer_0.timing.median_ms / layer.timing.median_ms,
+        }
+        for case, timings in peers
+        for layer_0 in timings[:1]
+        for layer in timings
+    ]
+    return {
+        "status": status,
+        "model": {**model, "softmax_scale": scale},
+        "gpu": ceiling,
+        "rows": rows,
+        "layers": layers,
+    }
+
+
+def _bench_row(name: str, result: Any, model: Record, config: Any, gpu: Any) -> Record:
+    gate = result.gate
+    case, row, ready = gate.case, model["row_bytes"], result.attend is not None
+    counts = count_batch(case.batch.query_lens, case.batch.seq_lens)
+    itemsize = case.torch_dtype.itemsize
+    forms = [form(config, counts, itemsize=itemsize, row_bytes=row) for form in (expanded_cost, absorbed_cost)]
+    cheaper, bound = min(forms, key=lambda c: c.flops), None if gpu is None else min(map(gpu.seconds, forms)) * 1e3
+    seconds = result.attend.median_ms / 1e3 if ready else None
+    times = {part: dataclasses.asdict(getattr(result, part)) if ready else None for part in ("attend", "plan", "write")}
+    return {
+        "tier": name, "batch": case.batch.name, "case": case.id, "status": gate.status,
+        "reasons": [gate.detail] if gate.detail else [], "used_out": gate.used_out, "used_lse": gate.used_lse, **times,
+        "tokens_per_second": counts.tokens / seconds if seconds else None,
+        "counted_form": cheaper.form, "flops": cheaper.flops, "bytes": cheaper.bytes,
+        "gflops_per_second": cheaper.flops / seconds / 1e9 if seconds else None,
+        "gbytes_per_second": cheaper.bytes / seconds / 1e9 if seconds else None,
+        "bound_ms": bound, "times_bound": seconds * 1e3 / bound if seconds and bound else None,
+        "cache_bytes_per_token": row, "mha_bytes_per_token": model["mha_bytes"],
+        "peak_workspace_bytes": result.peak_bytes if ready else None,
+    }  # fmt: skip
+
+
+def tune_record(settings: RunSettings, file: str, table: Any) -> Record:
+    """Describe a table of form costs and the file that keeps it."""
+    return {"file": file, "model_name": settings.model, "table": dataclasses.asdict(table)}
+
+
 def cost_record(model: Record, config: Any, batch: str, gpus: Sequence[Any], itemsize: int) -> Record:
     """Describe what a batch costs: cache sizes beside MHA, GQA and MQA, both forms on each GPU, the break-evens."""
     query_lens, seq_lens = parse_batch(batch)
-    counts, context = count_batch(query_lens, seq_lens), max(s - q for q, s in zip(query_lens, seq_lens, strict=True))
+    counts, context = (
+        count_batch(query_lens, seq_lens),
+        max((s - q for q, s in zip(query_lens, seq_lens, strict=True)), default=0),
+    )
     groups = max((g for g in range(2, 9) if config.N % g == 0 and g < config.N), default=None)
     kv_heads = list(dict.fromkeys([config.N, *([groups] if groups else []), 1]))
     row, ratio = model["row_bytes"], model["mha_bytes"] // config.N
@@ -109,10 +196,8 @@ def info_record(settings: RunSettings, config: Any, layout: Any, longest: int) -
     rows = settings.max_workspace_tokens
     if rows is None:
         rows = default_workspace_tokens(model_len, seqs, page)
-        why = (
-            f"min(max(8 x {model_len} longest request, 4 x {seqs} max_running x {page} page_size), 65536), in whole pages "
-            f"and at least {seqs} of them"
-        )
+        least = f"4 x {seqs} max_running x {page} page_size"
+        why = f"min(max(8 x {model_len} longest request, {least}), 65536) in whole pages, at least {seqs} of them"
     else:
         why = "max_workspace_tokens"
     b = layout.storage_dtype.itemsize

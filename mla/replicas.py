@@ -38,7 +38,9 @@ class Problem:
     def rows(self, start: int, stop: int) -> "Problem":
         """The same problem for query rows start .. stop - 1 only, with q_nope (stop - start, N, P) and so on."""
         part = (x[start:stop] for x in (self.q_nope, self.q_pe))
-        return Problem(*part, self.kv_c, self.k_pe, self.W_UK, self.W_UV, self.row_kv_lens[start:stop], self.softmax_scale)
+        return Problem(
+            *part, self.kv_c, self.k_pe, self.W_UK, self.W_UV, self.row_kv_lens[start:stop], self.softmax_scale
+        )
 
     def roundings(self, replicas: int) -> int:
         """K * S * N * (P + V + 2 T): what the expected error of this problem costs to estimate."""
@@ -75,7 +77,14 @@ class Noise:
         return noisy.add_(integers).bitwise_and_(-(1 << drop)).view(x.dtype)
 
 
-def expected_error(problem: Problem, truth: tuple[Tensor, Tensor], dtype: torch.dtype, replicas: int, noise: Noise, forms=("mha", "mqa")):
+def expected_error(
+    problem: Problem,
+    truth: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    replicas: int,
+    noise: Noise,
+    forms=("mha", "mqa"),
+):
     """Return (e_out, e_lse), both (T, N) float64: the RMS error over replicas, the larger of the two forms.
 
     e = max over forms of sqrt(mean_k |replica_k - truth|^2); `truth` is (out (T, N, V), lse (T, N)) of the oracle. Rounded
@@ -84,7 +93,12 @@ def expected_error(problem: Problem, truth: tuple[Tensor, Tensor], dtype: torch.
     Raises ValueError for a dtype that replicas cannot round to.
     """
     if dtype not in UNIT_ROUNDOFF:
-        raise bad("dtype", expected=f"one of {tuple(UNIT_ROUNDOFF)}", got=str(dtype), fix="float64 needs no replicas: compare to 1e-10")
+        raise bad(
+            "dtype",
+            expected=f"one of {tuple(UNIT_ROUNDOFF)}",
+            got=str(dtype),
+            fix="float64 needs no replicas: compare to 1e-10",
+        )
     T, N, _ = problem.q_nope.shape
     S = problem.kv_c.shape[0]
     row_step = max(1, SCORES_AT_ONCE // max(1, N * S))

@@ -1,6 +1,7 @@
 """From records to what a person reads: each function returns blocks for `mla.output.show`."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,12 @@ def compare_blocks(record: Record) -> list[Block]:
     """Lay out a replay: what was replayed, a row for each tier, what its columns mean, then refusals and faults."""
     ran = [tier for tier in record["tiers"] if tier["status"] != "refused"]
     titles = (
-        "tier", "verdict", "out error/budget", "out at", "LSE error/budget", "LSE at", "cache B/token", "MHA B/token",
-        "peak workspace MiB", "prefill tokens/s", "decode ms/step",
-    )  # fmt: skip
+        *("tier", "verdict", "out error\n/budget", "\nat", "LSE error\n/budget", "\nat"),
+        *("cache\nB/token", "MHA\nB/token", "workspace\nMiB", "prefill\ntokens/s", "decode\nms/step"),
+    )
     rows = [_compare_row(tier) for tier in record["tiers"]]
     notes = "\n".join([BUDGET_LINE, TIMES_LINE])
-    return [_compare_head(record, ran), Grid(titles, rows), notes, *sentences_of(record["tiers"])]
+    return [_compare_head(record, ran), Grid(titles, rows, cuts=(6,)), notes, *sentences_of(record["tiers"])]
 
 
 def _compare_head(record: Record, ran: Sequence[Record]) -> dict[str, str]:
@@ -35,9 +36,10 @@ def _compare_head(record: Record, ran: Sequence[Record]) -> dict[str, str]:
         "steps": f"{stats['steps']}: {stats['prefill_tokens']} prefill and {stats['decode_tokens']} decode tokens",
         "prefix": f"{hit} of {blocks} blocks hit ({100 * hit / max(blocks, 1):.1f}%), "
         f"{count(stats['full_prompt_hits'], 'full prompt hit')}, {stats['hit_tokens']} tokens found in the cache",
-        "pool": f"{count(stats['pages_created'], 'page')} of {model['page_size']} rows, {stats['peak_pages']} in use at most; "
-        + ", ".join(count(stats[f"{word}s"], word) for word in ("preemption", "eviction"))
-        + f", {count(stats['copies'], 'page')} copied on write",
+        "pool": f"{count(stats['pages_created'], 'page')} of {model['page_size']} rows, "
+        f"{stats['peak_pages']} in use at most; "
+        f"{count(stats['preemptions'], 'preemption')}, {count(stats['evictions'], 'eviction')}, "
+        f"{count(stats['copies'], 'page')} copied on write",
         "audited": f"{'all rows' if rows is None else count(rows, 'row')} of each step, {audited} in all, "
         "against the float64 oracle",
     }
@@ -58,63 +60,56 @@ def _compare_row(tier: Record) -> tuple[str, ...]:
     )
 
 
+def check_blocks(record: Record, every: bool = False) -> list[Block]:
+    """Lay out a conformance run: the verdict, a row for each family of inputs, then the cases that fail, or all."""
+    keys = ("cases", "ok", "failed", "refused")
+    head = {
+        "tier": record["tier"],
+        "suite": f"{record['suite']}, {count(record['cases'], 'case')}, {record['seconds']:.1f} s in attend",
+        "verdict": f"{record['verdict']}: {record['ok']} ok, {len(record['failed'])} not, {record['refused']} refused",
+    }
+    families = [
+        (
+            name,
+            *(str(f[key]) for key in ("cases", "ok", "failed", "refused")),
+            ratio(f["used_out"]),
+            ratio(f["used_lse"]),
+        )
+        for name, f in record["families"].items()
+    ]
+    titles = ("inputs", *keys, "out error\n/budget", "LSE error\n/budget")
+    blocks: list[Block] = [head, Grid(titles, families), "error/budget: the worst of the family, right is at most 1."]
+    shown = [r for r in record["results"] if every or r["status"] not in ("ok", "refused")]
+    if shown:
+        rows = [(r["case"], r["status"], ratio(r["used_out"]), ratio(r["used_lse"]), _finding(r)) for r in shown]
+        blocks.append(Grid(("case", "status", "out error\n/budget", "LSE error\n/budget", "what, where"), rows))
+    refusals = Counter(r["detail"] for r in record["results"] if r["status"] == "refused")
+    return [*blocks, *(f"{count(n, 'case')} refused: {reason}" for reason, n in refusals.items())]
+
+
+def _finding(result: Record) -> str:
+    where = result["where"]
+    place = "{metric} of request {request}, token {token} (row {row}), head {head}".format(**where) if where else ""
+    return "; ".join(part for part in (result["detail"], place) if part) or "-"
+
+
 def tiers_blocks(record: Record) -> list[Block]:
     """Lay out which tiers can run and every reason of those that cannot."""
     rows = [(tier["name"], "no" if tier["reasons"] else "yes") for tier in record["tiers"]]
     asked = ", ".join(f"{name} = {value}" for name, value in record["asked"].items())
-    head = {"model": model_line(record["model"]), "device": record["device"]} | ({"asked": asked} if asked else {})
+    head = {"model": model_line(record["model"]), "device": f"{record['device']} ({record['arch']})"} | (
+        {"asked": asked} if asked else {}
+    )
     return [head, Grid(("tier", "can run"), rows), *sentences_of(record["tiers"]), f"auto: {record['auto']}"]
-
-
-def cost_blocks(record: Record) -> list[Block]:
-    """Lay out cache sizes, the cost of each form with its roofline time, and where the two forms break even."""
-    batch, layers = record["batch"], record["model"]["layers"]
-    head = {
-        "model": model_line(record["model"]),
-        "batch": f"{batch['text']}: {count(batch['tokens'], 'new token')} over {count(batch['keys'], 'key')}, "
-        f"{batch['pairs']} (query, key) pairs per head",
-    }
-    if record["unsupported"]:
-        head["not counted"] = "; ".join(record["unsupported"])
-    sizes = [
-        (size["name"], str(size["bytes"]), str(size["bytes"] * layers), f"{size['times_mla']:.1f}x")
-        for size in record["cache_bytes_per_token"]
-    ]
-    cache = Grid(("cache of", "B/token, 1 layer", f"B/token, {count(layers, 'layer')}", "of MLA"), sizes)
-    rows = [
-        (
-            *(r["gpu"], r["form"], number(r["flops"] / 1e9, 3), number(r["bytes"] / 1e6, 3), number(r["intensity"], 1)),
-            *(number(r["time_us"], 2), r["bound"]),
-        )
-        for r in record["rows"]
-    ]
-    costs = Grid(("machine", "form", "GFLOP", "MB", "FLOP/B", "at least us", "bound by"), rows)
-    return [head, cache, costs, COST_LINES, *_winners(record)]
-
-
-COST_LINES = """\
-One layer. expanded: MHA over keys and values made from the cache; absorbed: MQA over the cache itself.
-at least: with these ceilings nothing is faster; all moves overlap all arithmetic, and both run at full rate."""
-
-
-def _winners(record: Record) -> list[Block]:
-    even, context, requests = record["break_even"], record["batch"]["context"], record["batch"]["requests"]
-    lines = [f"{gpu}: {form} wins this batch." for gpu, form in record["winner"].items()]
-    flops = number(even["flops"], 1)
-    lines.append(f"By FLOPs alone and over a long context, expanding pays from {flops} new tokens per request on.")
-    for gpu, tokens in even["roofline"].items():
-        start = f"from {count(tokens, 'new token')} on" if tokens else "at no length up to 4096 new tokens"
-        lines.append(f"On {gpu}, {count(requests, 'request')} with {context} tokens cached: expanding pays {start}.")
-    return ["\n".join(lines)]
 
 
 def info_blocks(record: Record) -> list[Block]:
     """Lay out the environment, every setting with its source, the workspace cap with its numbers, the form costs."""
-    rows = [(name, text(s["value"]), s["source"]) for name, s in record["settings"].items()]
+    rows = [(name, s["source"], text(s["value"])) for name, s in record["settings"].items()]
     space = record["workspace"]
     cap = f"{space['rows']} rows = {space['why']}; {mebi(space['bytes'])} MiB of latent rows, keys and values"
     where = {name: text(value) for name, value in record["environment"].items()}
-    return [where, Grid(("setting", "value", "from"), rows), {"workspace": cap, "form costs": record["form_costs"]}]
+    return [where, Grid(("setting", "from", "value"), rows), {"workspace": cap, "form costs": record["form_costs"]}]
 
 
 def model_line(model: Record) -> str:
@@ -126,12 +121,18 @@ def model_line(model: Record) -> str:
 
 def sentences_of(tiers: Sequence[Record]) -> list[Block]:
     """Return one paragraph with every tier's reasons, whole, or nothing."""
-    lines = [f"{t['name']} {t['status']}: {reason}" for t in tiers for reason in t["reasons"]]
+    lines = [
+        f"{tier['name']}{'' if tier['status'] == 'no' else ' ' + tier['status']}: {reason}"
+        for tier in tiers
+        for reason in tier["reasons"]
+    ]
     return ["\n".join(lines)] if lines else []
 
 
-def ratio(used: float) -> str:
-    """Write an error/budget rounded up, so that nothing above 1 reads as 1."""
+def ratio(used: float | None) -> str:
+    """Write an error/budget rounded up, so that nothing above 1 reads as 1; "-" for none."""
+    if used is None:
+        return "-"
     if not math.isfinite(used):
         return str(used)
     return f"{math.ceil(used * 1000) / 1000:.3f}" if used < 100 else f"{used:.3g}"
@@ -156,7 +157,7 @@ def text(value: Any) -> str:
     """Write the value of a setting as the command line takes it."""
     if value is None:
         return "none"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _place(at: Record | None) -> str:

@@ -15,13 +15,16 @@ import torch
 
 from mla.cache import FloatRows
 from mla.config import MLAConfig
+from mla.conformance.cases import DTYPES, Case, Dims
+from mla.conformance.specs import spec
 from mla.errors import bad
 from mla.need import Capacity, Need
 from mla.presets import preset
-from mla.roofline import Gpu, find_gpu
+from mla.roofline import GPUS, Gpu, find_gpu
 from mla.serving.replay import ReplaySpec
 from mla.serving.traces import SMALL_TRACE, Request, read_trace
 from mla.settings import RunSettings
+from mla.tune import FormCosts, FormTable
 
 # The fields of Need that follow from model and settings; the others may be asked for.
 GIVEN = ("N", "L", "P", "R", "V", "softmax_scale", "layout", "page_size", "dtype", "device", "capacity", "out_dtype")
@@ -103,12 +106,58 @@ def replay_spec_of(settings: RunSettings, config: MLAConfig) -> ReplaySpec:
     )  # fmt: skip
 
 
+def case_of(settings: RunSettings, config: MLAConfig, batch: str) -> Case:
+    """Return the conformance case of the model's sizes, the settings' types and pages, and a batch by its grammar."""
+    short = {f"{dtype}".removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    dims = Dims(settings.model, config.N, config.L, config.P, config.R, config.V)
+    layout = f"rows_{short[settings.cache_dtype or settings.dtype]}"
+    return Case(spec(batch), dims, short[settings.dtype], layout, page_size=settings.page_size)
+
+
+def decode_step_of(settings: RunSettings, case: Case, peer: str) -> tuple[int, int]:
+    """Return (requests, cached tokens) of a case that `peer` can be timed on: one new token for each of equal contexts.
+
+    Raises ValueError for another batch or dtype, or a peer that is not known.
+    """
+    if peer != "transformers":
+        raise bad("--beside", expected="transformers", got=repr(peer), fix="no other library is timed")
+    if settings.dtype != "float32":
+        raise bad(
+            "dtype", expected="float32, in which both layers are timed", got=settings.dtype, fix="--dtype float32"
+        )
+    lens = case.batch.seq_lens
+    if set(case.batch.query_lens) != {1} or len(set(lens)) != 1 or lens[0] < 2:
+        expected, got = "a decode step of equal contexts, such as 4q1s4k", case.batch.name
+        raise bad("--batch", expected=expected, got=got, fix="leave --beside out for other batches")
+    return len(lens), lens[0] - 1
+
+
+def counts_of(name: str, text: str) -> tuple[int, ...]:
+    """Read counts of at least 1, ascending, such as 1,64,512; raises ValueError that names the option."""
+    parts = text.split(",")
+    counts = tuple(int(part) for part in parts if re.fullmatch(r"[1-9][0-9]*", part))
+    if len(counts) != len(parts) or list(counts) != sorted(set(counts)):
+        raise bad(name, expected="ascending counts of at least 1", got=repr(text), fix="write them as 1,64,512")
+    return counts
+
+
+def tables_of(path: str) -> tuple[FormTable, ...]:
+    """Return the tables of a file that `mla tune` wrote, none where there is no such file; raises ValueError."""
+    if not Path(path).absolute().parent.is_dir():
+        raise bad("--file", expected="a file in a folder that exists", got=path, fix="make the folder")
+    return FormCosts.load(path).tables if Path(path).exists() else ()
+
+
 def gpu_of(text: str, itemsize: int) -> Gpu:
     """Return a known GPU, or the ceilings that NAME:TFLOPS:GBPS gives for elements of `itemsize` bytes."""
     name, *rates = text.split(":")
-    if not rates:
-        return find_gpu(name)
+    if not rates and name.lower() in GPUS:
+        gpu = find_gpu(name)
+        if gpu.itemsize == itemsize:
+            return gpu
+        expected, got = f"ceilings for {itemsize}-byte elements", f"{name}, known for {gpu.itemsize}-byte elements"
+        raise bad("--gpu", expected=expected, got=got, fix=f"write {name}:TFLOPS:GBPS, or use --dtype bfloat16")
     if not name or len(rates) != 2 or not all(re.fullmatch(r"[0-9.]+(e[0-9]+)?", rate) for rate in rates):
-        fix = "write mine:989:4800, TFLOP/s before GB/s"
-        raise bad("--gpu", expected="NAME, or NAME:TFLOPS:GBPS", got=repr(text), fix=fix)
+        expected = f"one of {', '.join(GPUS)}, or NAME:TFLOPS:GBPS"
+        raise bad("--gpu", expected=expected, got=repr(text), fix="give your own as mine:989:4800 (TFLOP/s, GB/s)")
     return Gpu.measured(name, float(rates[0]) * 1e12, float(rates[1]) * 1e9, itemsize=itemsize)

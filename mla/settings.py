@@ -73,9 +73,17 @@ def _tier(value: Any) -> str | TierPair:
     elif _is_name(value):
         return value.strip()
     raise ValueError(
-        "tier names such as 'paged', or a pair, in TOML {decode = 'paged', prefill = 'naive:mha'},"
+        "a tier name such as 'paged', or a pair, in TOML {decode = 'paged', prefill = 'naive:mha'},"
         " elsewhere decode=paged+prefill=naive:mha"
     )
+
+
+def parse_tier(text: str) -> str | TierPair:
+    """Read a tier as the command line names it, or a pair, decode=paged+prefill=naive:mha; raises ValueError."""
+    try:
+        return _tier(text)
+    except ValueError as error:
+        raise bad("tier", expected=str(error), got=repr(text), fix="see `mla tiers`") from None
 
 
 def _tiers(value: Any) -> tuple[str | TierPair, ...]:
@@ -147,9 +155,9 @@ def load_settings(
     """Return the settings of a run and, for every field, where its value came from.
 
     `config` is a TOML file whose top-level keys are the fields of `RunSettings`; `overrides` are the flags, in which
-    None means "not given" and "none" no value. Raises ValueError, a sentence for each fault: an unknown name in the file, in the
-    environment (`MLA_*`) or among the flags, with the nearest known name; a value that does not fit; a file that
-    cannot be read.
+    None means "not given" and "none" no value. Raises ValueError, a sentence for each fault: an unknown name in the
+    file, in the environment (`MLA_*`) or among the flags, with the nearest known name; a value that does not fit; a
+    file that cannot be read.
     """
     file = {} if config is None else _read_toml(config)
     environment = EnvSettingsSource(RunSettings)()

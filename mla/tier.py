@@ -27,7 +27,6 @@ class Prepared:
     need: Need
     data: dict[str, Any] = field(default_factory=dict)
     q_scale: float = 1.0
-    tier: str = ""
 
 
 @dataclass(eq=False)
@@ -135,7 +134,7 @@ def prepare(tier: Tier, up: UpProjection, need: Need, **data: Any) -> Prepared:
             expected, fix = f"one of {FLOAT_DTYPES}", "dequantise kv_b_proj first"
             raise bad(f"{name}.dtype", expected=expected, got=str(W.dtype), fix=fix, kind=TypeError)
         check_equal(f"{name}.device", normal_device(W.device), need.device, "move the weights to the layer's device")
-    return Prepared(up, need, data, tier=tier.name)
+    return Prepared(up, need, data)
 
 
 def plan(tier: Tier, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
@@ -172,13 +171,12 @@ def check_attend(q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Pl
     if prepared.need is not need and prepared.need != need:
         expected, fix = "the Need that the layer was prepared for", "plan with prepared.need"
         raise bad("plan.need", expected=expected, got="another", fix=fix)
-    check_equal("plan.tier", plan.tier, prepared.tier, "let one tier prepare, plan and attend")
     _check_tensor("q.nope", q.nope, (T, need.N, need.P), need.dtype, need)
     _check_tensor("q.pe", q.pe, (T, need.N, need.R), need.dtype, need)
     if out is not None:
         _check_tensor("out.out", out.out, (T, need.N, need.V), need.out_dtype, need)
         check_equal(
-            "out.lse", "None" if out.lse is None else "a tensor", "a tensor" if need.lse else "None", "as Need.lse"
+            "out.lse", "None" if out.lse is None else "a tensor", "a tensor" if need.lse else "None", "see Need.lse"
         )
         if out.lse is not None:
             _check_tensor("out.lse", out.lse, (T, need.N), need.compute_dtype, need)

@@ -6,21 +6,28 @@ Axes: N heads, L KV rank, P nope, R rope, V value.
 import bisect
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mla.bench import attend_calls, timed_together
+from mla.conformance.cases import DTYPES, Case, Dims
+from mla.conformance.specs import spec
 from mla.errors import bad
 from mla.need import Need
+from mla.tier import Tier
 
 # What a step costs beside its matrix products, in FLOPs per element: writing expanded rows, and exp over the scores.
 EXPAND_EXTRA, SCORE_EXTRA = 30.0, 60.0
+QUERY_LENS = (1, 4, 16, 64, 128, 256, 512)
+CONTEXTS = (1, 64, 256, 512, 1024, 4096, 8192)
 
 
 @dataclass(frozen=True)
 class FormTable:
     """Measured milliseconds of both forms on a grid, for one size and dtype: mha[i][j] is query_lens[i] over contexts[j].
 
-    A context counts all keys that the last query row sees, its own new tokens included.
+    A context counts the keys cached before the new tokens.
     """
 
     size: tuple[int, int, int, int, int]
@@ -63,7 +70,9 @@ class FormCosts:
             raw = json.loads(path.read_text())["tables"]
             tables = tuple(FormTable(**{k: _tuples(v) for k, v in table.items()}) for table in raw)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise bad("tune_file", expected="a table written by `mla tune`", got=f"{path}: {error}", fix="run `mla tune`") from error
+            raise bad(
+                "tune_file", expected="a table written by `mla tune`", got=f"{path}: {error}", fix="run `mla tune`"
+            ) from error
         return cls(tables, f"measured: {path.name}, {'; '.join(t.provenance for t in tables)}")
 
     def save(self, path: Path | str) -> None:
@@ -71,26 +80,54 @@ class FormCosts:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"tables": [asdict(t) for t in self.tables]}, indent=1) + "\n")
 
-    def form(self, need: Need, query_len: int, context: int) -> str:
-        """Return "mha" (expanded) or "mqa" (absorbed) for a request of query_len new tokens over `context` keys in all."""
-        if query_len == 0 or context == 0:
+    def form(self, need: Need, query_len: int, seen: int) -> str:
+        """Return "mha" (expanded) or "mqa" (absorbed) for query_len new tokens that see `seen` keys, their own included."""
+        if query_len == 0 or seen == 0:
             return "mqa"
         size, dtype = (need.N, need.L, need.P, need.R, need.V), str(need.dtype).removeprefix("torch.")
         for table in self.tables:
             if (table.size, table.dtype) == (size, dtype):
-                return "mha" if table.log_ratio(query_len, context) < 0 else "mqa"
-        mha, mqa = counted_work(*size, query_len, context)
+                return "mha" if table.log_ratio(query_len, max(1, seen - query_len)) < 0 else "mqa"
+        mha, mqa = counted_work(*size, query_len, seen)
         return "mha" if mha < mqa else "mqa"
 
 
-def counted_work(N: int, L: int, P: int, R: int, V: int, query_len: int, context: int) -> tuple[float, float]:
+def counted_work(N: int, L: int, P: int, R: int, V: int, query_len: int, seen: int) -> tuple[float, float]:
     """Return the work (mha, mqa) of one causal request in FLOPs, memory-bound elements weighed in.
 
     mha = S N (2 L + extra) (P + V) + pairs N (2 (P + R + V) + extra);  mqa = 2 q N L (P + V) + pairs N (2 (2 L + R) + extra)
+    with S = seen, the keys that the last of query_len rows sees.
     """
-    S, pairs = context, query_len * (context - (query_len - 1) / 2)
+    S, pairs = seen, query_len * max(1.0, seen - (query_len - 1) / 2)
     mha = S * N * (2 * L + EXPAND_EXTRA) * (P + V) + pairs * N * (2 * (P + R + V) + SCORE_EXTRA)
     return mha, 2 * query_len * N * L * (P + V) + pairs * N * (2 * (2 * L + R) + SCORE_EXTRA)
+
+
+def measure(
+    mha: Tier, mqa: Tier, dims: Dims, dtype: str, provenance: str,
+    query_lens: tuple[int, ...] = QUERY_LENS, contexts: tuple[int, ...] = CONTEXTS, repeats: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> FormTable:  # fmt: skip
+    """Time both forms of a tier on every pair of query length and context, turn by turn, and return the table of medians.
+
+    `mha` and `mqa` are the same tier with its form forced; `dtype` is a case's short name (f32, bf16, f16).
+    `progress(done, total)` is called after each pair.
+    """
+    times: dict[str, list[list[float]]] = {"mha": [], "mqa": []}
+    for i, query_len in enumerate(query_lens):
+        for rows in times.values():
+            rows.append([])
+        for j, context in enumerate(contexts):
+            calls = attend_calls(
+                [mha, mqa], Case(spec(f"1q{query_len}s{query_len + context}"), dims, dtype, page_size=64)
+            )
+            for rows, timing in zip(times.values(), timed_together(calls, repeats, warmup=1), strict=True):
+                rows[-1].append(timing.median_ms)
+            if progress is not None:
+                progress(i * len(contexts) + j + 1, len(query_lens) * len(contexts))
+    size = (dims.N, dims.L, dims.P, dims.R, dims.V)
+    name = str(DTYPES[dtype]).removeprefix("torch.")
+    return FormTable(size, name, query_lens, contexts, _tuples(times["mha"]), _tuples(times["mqa"]), provenance)
 
 
 def _locate(grid: tuple[int, ...], value: int) -> tuple[int, float]:

@@ -48,6 +48,9 @@ class MLAWeights:
     b_O: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name, axes in (("W_UK", "(L, N, P)"), ("W_UV", "(L, N, V)"), ("W_KR", "(H, R)")):
+            if getattr(self, name).dim() != axes.count(",") + 1:
+                raise bad(name, expected=axes, got=f"{tuple(getattr(self, name).shape)}", fix="see MLAWeights")
         (L, N, P), V = self.W_UK.shape, self.W_UV.shape[-1]
         H, R = self.W_KR.shape
         Q = H if self.W_DQ is None else self.W_DQ.shape[-1]
@@ -57,19 +60,11 @@ class MLAWeights:
         for name, shape in shapes.items():
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
-                got = str(tuple(tensor.shape))
-                raise bad(
-                    name, expected=f"shape {shape} beside W_UK, W_UV, W_KR and W_DQ", got=got, fix="see MLAWeights"
-                )
+                wanted, got = f"shape {shape} beside W_UK, W_UV, W_KR and W_DQ", f"{tuple(tensor.shape)}"
+                raise bad(name, expected=wanted, got=got, fix="see MLAWeights")
             if tensor is not None and (tensor.dtype != self.W_UK.dtype or tensor.device != self.W_UK.device):
-                got = f"{tensor.dtype} on {tensor.device}"
-                raise bad(
-                    name,
-                    expected=f"W_UK's {self.W_UK.dtype} on {self.W_UK.device}",
-                    got=got,
-                    fix="convert it",
-                    kind=TypeError,
-                )
+                wanted, got = f"W_UK's {self.W_UK.dtype} on {self.W_UK.device}", f"{tensor.dtype} on {tensor.device}"
+                raise bad(name, expected=wanted, got=got, fix="convert it", kind=TypeError)
         for pair in (("W_DQ", "q_norm"), ("b_DKV", "b_KR")):
             if (getattr(self, pair[0]) is None) != (getattr(self, pair[1]) is None):
                 raise bad(" and ".join(pair), expected="both or neither", got="one", fix="pass the other too")
@@ -106,7 +101,7 @@ class MLAWeights:
         dtype: torch.dtype | None = None,
         block: tuple[int, int] = (128, 128),
     ) -> Self:
-        """Take the tensors under `prefix` ("model.layers.0.self_attn.") apart into the paper's matrices.
+        """Take the tensors under `prefix` ("model.layers.0.self_attn.") apart into W_UK (L, N, P) and the others.
 
         Linear weights are (out, in): q_b_proj and kv_b_proj hold per head [P, R] and [P, V] rows, kv_a_proj_with_mqa
         [L, R] rows, o_proj (H, N V). fp8 weights with block scales named weight_scale_inv or weight_scale become
@@ -121,7 +116,7 @@ class MLAWeights:
         return cls(**parts)
 
     def to_hf(self, config: MLAConfig, prefix: str = "") -> dict[str, Tensor]:
-        """Return the Hugging Face tensors, the exact inverse of `from_hf`; shapes as `hf_shapes(config)`."""
+        """Return the Hugging Face tensors, q_a_proj (Lq, H) and so on: the exact inverse of `from_hf`."""
         queries = torch.cat((self.W_UQ, self.W_QR), -1).permute(1, 2, 0).flatten(0, 1)  # (N (P+R), Lq or H)
         ups = torch.cat((self.W_UK, self.W_UV), -1).permute(1, 2, 0).flatten(0, 1)  # (N (P+V), L)
         tensors = {

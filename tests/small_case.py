@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,12 +25,11 @@ INF, NAN = float("inf"), float("nan")
 
 def make_need(**fields: Any) -> Need:
     """A Need of the toy sizes in float32, with the LSE; `fields` change it."""
-    sizes = {"N": N, "L": L, "P": P, "R": R, "V": V} | {
-        k: fields.pop(k) for k in ("N", "L", "P", "R", "V") if k in fields
-    }
-    dtype = fields.pop("dtype", torch.float32)
-    rest = {"softmax_scale": SCALE, "page_size": PAGE, "lse": True, "layout": FloatRows(sizes["L"], sizes["R"], dtype)}
-    return Need(**sizes, dtype=dtype, **(rest | fields))
+    sizes = {name: fields.pop(name, size) for name, size in (("N", N), ("L", L), ("P", P), ("R", R), ("V", V))}
+    rest = {"softmax_scale": SCALE, "page_size": PAGE, "lse": True, "dtype": torch.float32} | fields
+    if "layout" not in rest:
+        rest["layout"] = FloatRows(sizes["L"], sizes["R"], rest["dtype"])
+    return Need(**sizes, **rest)
 
 
 def make_batch(
@@ -115,6 +115,12 @@ def make_case(
     for part in q:
         part[batch.row_kv_lens == 0] = NAN
     return Case(need, batch, q, up, keys, fill_cache(need, batch, keys))
+
+
+@cache
+def shared_case(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **fields: Any) -> Case:
+    """`make_case`, made once for all tiers, with its truth: nobody may change it."""
+    return make_case(query_lens, seq_lens, **fields)
 
 
 def fill_cache(need: Need, batch: AttentionBatch, keys: list[tuple[Tensor, Tensor]]) -> PagedLatentCache:

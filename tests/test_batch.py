@@ -149,40 +149,41 @@ def test_select_refuses_requests_that_are_not_there(requests):
 
 # bad input: what is passed, the type of the error, the argument that it names
 
+VALUE, TYPE = ValueError, TypeError
 BAD = [
-    ({"seq_lens": [9, 4]}, ValueError, "seq_lens: expected 3 entries"),
-    ({"seq_lens": [9, 4, 1]}, ValueError, "seq_lens[2]: expected 0, or at least query_lens[2] = 2, got 1"),
-    ({"query_lens": [3, -1, 2]}, ValueError, "query_lens[1]: expected an int >= 0, got -1"),
-    ({"query_lens": [3, 1.0, 2]}, TypeError, "query_lens[1]: expected an int >= 0, got 1.0"),
-    ({"query_lens": [3, True, 2]}, TypeError, "query_lens[1]: expected an int >= 0, got True"),
-    ({"seq_lens": [9, 4, 2**31]}, ValueError, "seq_lens[2]: expected at most 2147483647, got 2147483648"),
-    ({"seq_lens": torch.tensor([[9], [4], [10]])}, ValueError, "seq_lens: expected integers of shape (B,), got shape (3, 1)"),
-    ({"seq_lens": torch.tensor([9.0, 4, 10])}, TypeError, "seq_lens: expected integers of shape (B,), got torch.float32"),
-    ({"query_lens": torch.tensor([True] * 3)}, TypeError, "query_lens: expected integers of shape (B,), got torch.bool"),
-    ({"query_lens": np.array([[3, 1, 2]])}, ValueError, "query_lens: expected integers of shape (B,), got shape (1, 3)"),
-    ({"block_table": TABLE[:2]}, ValueError, "block_table: expected 3 rows, one per request, got 2"),
-    ({"block_table": [[5, 2], [7], [0, 8]]}, ValueError, "block_table[0]: expected at least 3 pages, got 2 for 9 keys"),
-    ({"block_table": [[5, 2, 10], [7], [0, 8, 1]]}, ValueError, "block_table[0]: expected page ids 0 .. 9, got 10"),
-    ({"block_table": [[5, 2, 9], [-1], [0, 8, 1]]}, ValueError, "block_table[1]: expected page ids 0 .. 9, got -1"),
-    ({"block_table": [[5, 2.5, 9], [7], [0, 8, 1]]}, TypeError, "block_table: expected integers of shape (B, max_pages)"),
-    ({"block_table": torch.tensor(TABLE).double()}, TypeError, "block_table: expected integers of shape (B, max_pages)"),
-    ({"block_table": torch.ones(3, 3, dtype=torch.bool)}, TypeError, "block_table: expected integers"),
-    ({"block_table": torch.tensor(TABLE)[:, :, None]}, ValueError, "block_table: expected integers of shape (B, max_pages)"),
-    ({"block_table": [[5, 2, "9"], [7], [0, 8, 1]]}, TypeError, "block_table: expected rows of ints"),
-    ({"block_table": [[5, 2, 9, 2**70], [7], [0, 8, 1]]}, TypeError, "block_table: expected rows of ints"),
-    ({"mask": "rows"}, ValueError, "mask: expected 'causal' or 'full', got 'rows'"),
-    ({"page_size": 0}, ValueError, "page_size: expected an int >= 1, got 0"),
-    ({"page_size": 4.0}, TypeError, "page_size: expected an int >= 1, got 4.0"),
-    ({"num_pages": None}, TypeError, "num_pages: expected an int >= 0, got None"),
-    ({"pad_tokens": -1}, ValueError, "pad_tokens: expected an int >= 0, got -1"),
-    ({"slots": [0, 1, 2, 3, 4]}, ValueError, "slots: expected (6,), one per new token, got (5,)"),
-    ({"slots": [0, 1, 2, 3, 4, 40]}, ValueError, "slots: expected -1 .. 39, got 40"),
-    ({"slots": torch.tensor([0, 1, 2, 3, 4, -2])}, ValueError, "slots: expected -1 .. 39, got -2"),
-    ({"slots": [0, 1, 2, 3, 4, 2]}, ValueError, "slots: expected each slot at most once, got slot 2 more than once"),
-    ({"slots": [0, 1, 2, 3, 4, 5.0]}, TypeError, "slots[5]: expected an int >= -1, got 5.0"),
-    ({"slots": torch.ones(6)}, TypeError, "slots: expected integers of shape (T,), got torch.float32"),
-    ({"slots": torch.zeros(6, 1, dtype=torch.int64)}, ValueError, "slots: expected integers of shape (T,), got shape (6, 1)"),
-    ({"block_table": [[5, 2, 1], [7], [0, 8, 1]]}, ValueError, "slots: expected each slot at most once"),
+    ({"seq_lens": [9, 4]}, VALUE, "seq_lens: expected 3 entries"),
+    ({"seq_lens": [9, 4, 1]}, VALUE, "seq_lens[2]: expected 0, or at least query_lens[2] = 2, got 1"),
+    ({"query_lens": [3, -1, 2]}, VALUE, "query_lens[1]: expected an int >= 0, got -1"),
+    ({"query_lens": [3, 1.0, 2]}, TYPE, "query_lens[1]: expected an int >= 0, got 1.0"),
+    ({"query_lens": [3, True, 2]}, TYPE, "query_lens[1]: expected an int >= 0, got True"),
+    ({"seq_lens": [9, 4, 2**31]}, VALUE, "seq_lens[2]: expected at most 2147483647, got 2147483648"),
+    ({"seq_lens": torch.tensor([[9], [4], [10]])}, VALUE, "seq_lens: expected integers of shape (B,), got shape (3, 1"),
+    ({"seq_lens": torch.tensor([9.0, 4, 10])}, TYPE, "seq_lens: expected integers of shape (B,), got torch.float32"),
+    ({"query_lens": torch.tensor([True] * 3)}, TYPE, "query_lens: expected integers of shape (B,), got torch.bool"),
+    ({"query_lens": np.array([[3, 1, 2]])}, VALUE, "query_lens: expected integers of shape (B,), got shape (1, 3)"),
+    ({"block_table": TABLE[:2]}, VALUE, "block_table: expected 3 rows, one per request, got 2"),
+    ({"block_table": [[5, 2], [7], [0, 8]]}, VALUE, "block_table[0]: expected at least 3 pages, got 2 for 9 keys"),
+    ({"block_table": [[5, 2, 10], [7], [0, 8, 1]]}, VALUE, "block_table[0]: expected page ids 0 .. 9, got 10"),
+    ({"block_table": [[5, 2, 9], [-1], [0, 8, 1]]}, VALUE, "block_table[1]: expected page ids 0 .. 9, got -1"),
+    ({"block_table": [[5, 2.5, 9], [7], [0, 8, 1]]}, TYPE, "block_table: expected integers of shape (B, max_pages)"),
+    ({"block_table": torch.tensor(TABLE).double()}, TYPE, "block_table: expected integers of shape (B, max_pages)"),
+    ({"block_table": torch.ones(3, 3, dtype=torch.bool)}, TYPE, "block_table: expected integers"),
+    ({"block_table": torch.tensor(TABLE)[:, :, None]}, VALUE, "block_table: expected integers of shape (B, max_pages)"),
+    ({"block_table": [[5, 2, "9"], [7], [0, 8, 1]]}, TYPE, "block_table: expected rows of ints"),
+    ({"block_table": [[5, 2, 9, 2**70], [7], [0, 8, 1]]}, TYPE, "block_table: expected rows of ints"),
+    ({"mask": "rows"}, VALUE, "mask: expected 'causal' or 'full', got 'rows'"),
+    ({"page_size": 0}, VALUE, "page_size: expected an int >= 1, got 0"),
+    ({"page_size": 4.0}, TYPE, "page_size: expected an int >= 1, got 4.0"),
+    ({"num_pages": None}, TYPE, "num_pages: expected an int >= 0, got None"),
+    ({"pad_tokens": -1}, VALUE, "pad_tokens: expected an int >= 0, got -1"),
+    ({"slots": [0, 1, 2, 3, 4]}, VALUE, "slots: expected (6,), one per new token, got (5,)"),
+    ({"slots": [0, 1, 2, 3, 4, 40]}, VALUE, "slots: expected -1 .. 39, got 40"),
+    ({"slots": torch.tensor([0, 1, 2, 3, 4, -2])}, VALUE, "slots: expected -1 .. 39, got -2"),
+    ({"slots": [0, 1, 2, 3, 4, 2]}, VALUE, "slots: expected each slot at most once, got slot 2 more than once"),
+    ({"slots": [0, 1, 2, 3, 4, 5.0]}, TYPE, "slots[5]: expected an int >= -1, got 5.0"),
+    ({"slots": torch.ones(6)}, TYPE, "slots: expected integers of shape (T,), got torch.float32"),
+    ({"slots": torch.zeros(6, 1).long()}, VALUE, "slots: expected integers of shape (T,), got shape (6, 1)"),
+    ({"block_table": [[5, 2, 1], [7], [0, 8, 1]]}, VALUE, "slots: expected each slot at most once"),
 ]  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def test_bad_input_is_named_with_what_was_expected_and_what_came(changes, kind, 
 @pytest.mark.parametrize("changes", [BAD[1][0], BAD[11][0], BAD[26][0]])
 def test_everything_is_validated_before_anything_is_uploaded(changes):
     # there is no such device, and the error is still that of the input
-    with pytest.raises(ValueError, match="^(seq_lens|block_table|slots)"):
+    with pytest.raises(ValueError, match=r"^(seq_lens|block_table|slots)"):
         build(device="cuda:99", **changes)
 
 
@@ -215,9 +216,9 @@ def test_bad_row_bounds_are_named(row_kv_lens, kind, text):
 
 def test_a_mask_by_name_must_have_its_bounds():
     AttentionBatch.rows(row_kv_lens=[7, 8, 9, 4, 9, 10], mask="causal", **STEP)
-    with pytest.raises(ValueError, match="^row_kv_lens: expected the bounds of mask 'causal'"):
+    with pytest.raises(ValueError, match=r"^row_kv_lens: expected the bounds of mask 'causal'"):
         AttentionBatch.rows(row_kv_lens=[7, 8, 9, 3, 9, 10], mask="causal", **STEP)
-    with pytest.raises(ValueError, match="^mask: expected one of"):
+    with pytest.raises(ValueError, match=r"^mask: expected one of"):
         AttentionBatch.rows(row_kv_lens=[7, 8, 9, 4, 9, 10], mask="casual", **STEP)
 
 

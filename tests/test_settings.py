@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mla.settings import RunSettings, TierPair, load_settings
+from mla.settings import RunSettings, TierPair, load_settings, parse_tier
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -78,6 +78,13 @@ def test_a_pair_reads_back_from_its_own_text():
     assert load_settings(overrides={"tiers": [pair]})[0].tiers == (pair,)
 
 
+def test_parse_tier_reads_names_and_pairs_and_complains_in_a_sentence():
+    assert parse_tier(" paged ") == "paged"
+    assert parse_tier("decode=paged+prefill=naive:mha") == TierPair("paged", "naive:mha")
+    with pytest.raises(ValueError, match=r"^tier: expected a tier name .*got 'decode=paged'\. Fix: see `mla tiers`\.$"):
+        parse_tier("decode=paged")
+
+
 def test_settings_are_frozen():
     with pytest.raises(ValidationError):
         RunSettings().page_size = 1
@@ -125,11 +132,11 @@ def test_every_unknown_name_is_told_at_once(tmp_path, monkeypatch):
         ("trace", "", "a value"),
         ("tiers", [], "at least one tier, each named once"),
         ("tiers", ["paged", "paged"], "at least one tier, each named once"),
-        ("tiers", [3], "tier names such as 'paged', or a pair"),
-        ("tiers", ["paged", ""], "tier names such as 'paged', or a pair"),
-        ("tiers", [{"decode": "paged"}], "tier names such as 'paged', or a pair"),
-        ("tiers", [{"decode": "a", "prefill": "b", "verify": "c"}], "tier names such as 'paged', or a pair"),
-        ("tiers", "decode=a+prefill=b+prefill=c", "tier names such as 'paged', or a pair"),
+        ("tiers", [3], "a tier name such as 'paged', or a pair"),
+        ("tiers", ["paged", ""], "a tier name such as 'paged', or a pair"),
+        ("tiers", [{"decode": "paged"}], "a tier name such as 'paged', or a pair"),
+        ("tiers", [{"decode": "a", "prefill": "b", "verify": "c"}], "a tier name such as 'paged', or a pair"),
+        ("tiers", "decode=a+prefill=b+prefill=c", "a tier name such as 'paged', or a pair"),
     ],
 )
 def test_wrong_value_is_one_sentence_with_field_expected_got_and_fix(field, value, expected):

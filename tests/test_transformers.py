@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -40,32 +41,24 @@ transformers = pytest.importorskip("transformers")
 
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 # mscale != mscale_all_dim: the amplitude of cos and sin is not 1, and not the factor in the softmax scale
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16} | {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 0.8,
-    "mscale_all_dim": 0.6,
-}
-V3_YARN = {"rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
-V3_YARN = YARN | V3_YARN | {"mscale_all_dim": 1.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN |= {"original_max_position_embeddings": 16, "mscale": 0.8, "mscale_all_dim": 0.6}
+V3_YARN = YARN | {"rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
+V3_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 V2_YARN = V3_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
-TOY = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 64} | {
-    "q_lora_rank": 20,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "num_hidden_layers": 2,
-}
+TOY: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20}
+TOY |= {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 # the modules give their attention norms no eps, so 1e-6 whatever the config says: see test_P7
-EPS = {"rms_norm_eps": 1e-6}
-V3_WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128} | {
-    "q_lora_rank": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "max_position_embeddings": 163840,
-}
+TOY |= {"num_hidden_layers": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+V3_WIDTHS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 96}
+V3_WIDTHS |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+V3_WIDTHS |= {"max_position_embeddings": 163840}
+
+
+def config_class(stem: str) -> Any:
+    if not hasattr(transformers, stem + "Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {stem}Config; 5.24 has")
+    return getattr(transformers, stem + "Config")
 
 
 @dataclass(frozen=True)
@@ -80,15 +73,15 @@ class Case:
     first_position: int = 0
 
     def hf_config(self) -> Any:
-        fields = TOY | EPS | self.changes | ({"rope_parameters": dict(self.rope)} if self.rope else {})
-        config = getattr(transformers, self.stem + "Config")(**fields)
+        fields = TOY | self.changes | ({"rope_parameters": dict(self.rope)} if self.rope else {})
+        config = config_class(self.stem)(**fields)
         config._attn_implementation = "eager"
         return config
 
-    def modules(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+    def modules(self) -> tuple[Any, Any]:
         """The attention module, and the module that makes its rotation tables."""
-        code = importlib.import_module(f"transformers.models.{self.folder}.modeling_{self.folder}")
         config = self.hf_config()
+        code = importlib.import_module(f"transformers.models.{self.folder}.modeling_{self.folder}")
         attention = getattr(code, self.stem + self.attention)(config, layer_idx=0).requires_grad_(False)
         return attention, getattr(code, self.stem + "RotaryEmbedding")(config) if self.rope else None
 
@@ -123,9 +116,12 @@ class _AskForFloat64(TorchFunctionMode):
     """Turn every request for float32 in a torch call into one for float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = lambda x: torch.float64 if x is torch.float32 else x
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+        return func(*map(_widen, args), **{name: _widen(x) for name, x in (kwargs or {}).items()})
+
+
+def _widen(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
 
 
 @contextmanager
@@ -202,7 +198,7 @@ def run(name: str) -> Run:
         truth = attend_alone(case, wide, tables, hidden, torch.float64)
     rounded = tables and (lambda at: narrow(float64_tables(tables, at)))
     plain = attend_alone(case, attention, rounded, hidden, torch.float32)
-    error = relative(torch.cat(sum(plain, [])), torch.cat(sum(truth, [])))
+    error = relative(*(torch.cat(list(chain.from_iterable(steps))) for steps in (plain, truth)))
     config = MLAConfig.from_hf(attention.config.to_dict())
     return Run(config, attention.state_dict(), hidden, truth, error, attention.scaling, case.first_position)
 
@@ -247,8 +243,8 @@ def worst(of: Run, layer: MLALayer, steps: Sequence[Sequence[int]] = STEPS) -> f
 
 
 def layer_of(of: Run, tier: str, dtype: torch.dtype, config: MLAConfig | None = None) -> MLALayer:
-    config = config or of.config
-    return MLALayer(config, MLAWeights.from_hf(of.state_dict, config, dtype=dtype), tiers.get(tier), page_size=PAGE_SIZE)
+    weights = MLAWeights.from_hf(of.state_dict, of.config, dtype=dtype)
+    return MLALayer(config or of.config, weights, tiers.get(tier), page_size=PAGE_SIZE)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -268,7 +264,7 @@ def test_one_prefill_is_the_module_in_chunks(tier: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_D1_softmax_scale_is_the_module_s_with_the_yarn_term_squared(name: str) -> None:
-    """transformers 5.24 multiplies by mscale^2 in V2's module as in V3's; two products in float64 may differ by 2 ulp."""
+    """transformers (5.17, 5.24) multiplies by mscale^2 in V2's module too; products in float64 may differ by 2 ulp."""
     of = run(name)
     assert math.isclose(of.config.softmax_scale, of.scaling, rel_tol=2 * 2**-52)
 
@@ -308,7 +304,7 @@ def test_the_comparison_sees(fault: str) -> None:
 
 
 def test_P7_transformers_ignores_rms_norm_eps_in_its_attention_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.24 builds q_a_layernorm and kv_a_layernorm without the config's eps; ours take it (as vLLM does)."""
+    """transformers (5.17, 5.24) builds q_a_layernorm and kv_a_layernorm without the config's eps; ours have it."""
     case = dataclasses.replace(CASES["v3-yarn"], changes={"rms_norm_eps": 1e-2})
     monkeypatch.setitem(CASES, "eps as it is", case)
     attention, _ = case.modules()
@@ -352,7 +348,7 @@ REFUSED = {
 @pytest.mark.parametrize("stem", REFUSED)
 def test_what_the_layer_does_not_compute_it_refuses_by_field(stem: str) -> None:
     fields, name = REFUSED[stem]
-    hf = getattr(transformers, stem + "Config")(**fields).to_dict()
+    hf = config_class(stem)(**fields).to_dict()
     weights, tier = MLAWeights.random(run("v3").config), tiers.get("naive")
     with pytest.raises(ValueError, match=name):
         MLALayer(MLAConfig.from_hf(hf), weights, tier)

@@ -230,6 +230,10 @@ def test_prefixes_of_released_checkpoints() -> None:
     assert find_prefix([f"layers.7.self_attn.{kv}"], 7) == "layers.7.self_attn."
     multimodal = [f"language_model.model.layers.1.self_attn.{kv}", "vision.layers.1.self_attn.q_proj.weight"]
     assert find_prefix(multimodal, 1) == "language_model.model.layers.1.self_attn."
+    assert (
+        find_prefix([f"mtp_layers.1.self_attn.{kv}", f"model.layers.1.self_attn.{kv}"], 1)
+        == "model.layers.1.self_attn."
+    )
     longcat = [f"model.layers.{layer}.self_attn.{half}.{kv}" for layer in range(3) for half in range(2)]
     assert find_prefix(longcat, 3) == "model.layers.1.self_attn.1."
     with pytest.raises(ValueError, match=r"a\.layers\.0\.self_attn\., b\.layers\.0\.self_attn\."):
@@ -357,6 +361,8 @@ def test_weights_made_by_hand_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=f"{name}: expected shape"):
             dataclasses.replace(weights, **{name: tensor})
+    with pytest.raises(ValueError, match=r"W_UK: expected \(L, N, P\), got \(32, 36\)"):
+        dataclasses.replace(weights, W_UK=weights.W_UK.flatten(1))
     with pytest.raises(TypeError, match=r"W_O: expected W_UK's torch\.float32"):
         dataclasses.replace(weights, W_O=weights.W_O.double())
     with pytest.raises(ValueError, match="b_DKV and b_KR: expected both or neither"):

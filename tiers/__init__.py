@@ -83,9 +83,9 @@ def select(need: Need, spec: str | os.PathLike[str] | dict[str, str] = "auto", *
     for name in _AUTO:
         reasons = _reasons(name, need, options)
         if not reasons:
-            return get(name, **options), f"{name}: the first tier without a reason against it{passed}."
-        passed += f"; {name} refuses: {' '.join(reasons)}"
-    raise ValueError(f"no tier that 'auto' may take serves this Need{passed} {_way_out(why_not(need))}")
+            return get(name, **options), f"{name}: the first tier without a reason against it.{passed}"
+        passed += f" {name} refuses: {' '.join(reasons)}"
+    raise ValueError(f"no tier that 'auto' may take serves this Need.{passed} {_way_out(why_not(need))}")
 
 
 def why_not(need: Need) -> dict[str, list[str]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import PagedLatentCache
-from mla.chunks import Span, pack_chunks
-from mla.cost import default_workspace_tokens
+from mla.chunks import Span, pack_chunks, sweep_strides
+from mla.cost import absorbed_workspace_bytes, default_workspace_tokens, expanded_workspace_bytes
 from mla.errors import bad
 from mla.need import Need, refuse_features
 from mla.projections import Query, UpProjection
@@ -66,10 +66,14 @@ class PagedTier(Tier):
 
     def __post_init__(self) -> None:
         if self.form not in ("auto", "mha", "mqa"):
-            raise bad("form", expected="'auto', 'mha' or 'mqa'", got=repr(self.form), fix="tiers.get('paged', form='auto')")
+            raise bad(
+                "form", expected="'auto', 'mha' or 'mqa'", got=repr(self.form), fix="tiers.get('paged', form='auto')"
+            )
         cap = self.max_workspace_tokens
         if cap is not None and (not isinstance(cap, int) or cap < 1):
-            raise bad("max_workspace_tokens", expected="a positive int or None", got=repr(cap), fix="65536 is the usual cap")
+            raise bad(
+                "max_workspace_tokens", expected="a positive int or None", got=repr(cap), fix="65536 is the usual cap"
+            )
 
     @property
     def name(self) -> str:
@@ -80,17 +84,23 @@ class PagedTier(Tier):
         """Rows of the workspace for `need`."""
         if self.max_workspace_tokens is not None:
             return self.max_workspace_tokens
-        if need.capacity is None:
+        c = need.capacity
+        if c is None:
             return max(DEFAULT_WORKSPACE_TOKENS, need.page_size)
-        return default_workspace_tokens(need.capacity.max_seq_len, need.capacity.max_requests, need.page_size)
+        whole = c.max_requests * -(-c.max_seq_len // need.page_size) * need.page_size  # more rows cannot exist
+        return min(whole, default_workspace_tokens(c.max_seq_len, c.max_requests, need.page_size))
 
     def why_not(self, need: Need) -> list[str]:
         """Return the sentences for features beyond plain MLA and for promises that this tier does not make."""
         reasons = refuse_features("paged", need)
         if need.batch_invariant:
-            reasons.append("batch_invariant = True is not promised by paged, whose forms and strides follow the batch; set it to False.")
+            reasons.append(
+                "batch_invariant = True is not promised by paged, whose forms and strides follow the batch; set it to False."
+            )
         if need.graph_capture:
-            reasons.append("graph_capture = True is not possible in paged, whose loops follow the lengths; set it to False.")
+            reasons.append(
+                "graph_capture = True is not possible in paged, whose loops follow the lengths; set it to False."
+            )
         if self.cap(need) < need.page_size:
             found = f"max_workspace_tokens = {self.cap(need)} is below one page of {need.page_size} rows"
             reasons.append(f"{found}; allow at least {need.page_size}, or use smaller pages.")
@@ -104,30 +114,27 @@ class PagedTier(Tier):
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Choose each request's form, pack the expanded ones into chunks and sort the absorbed ones into sweeps."""
-        result, cap, steps = plan(self, need, batch, into), self.cap(need), Steps()
-        at, visible = 0, batch.row_kv_lens.tolist()
-        steps.visible = visible
-        keys, forms, items = [], [], defaultdict(list)
-        q_block = max(1, min(Q_BLOCK, SWEEP_HEADS // need.N))
+        result, cap, steps = plan(self, need, batch, into), self.cap(need), Steps(visible=batch.row_kv_lens.tolist())
+        at, forms, keys, items = 0, [], [], defaultdict(list)
+        q_block = max(1, SWEEP_HEADS // need.N)
         for b, query_len in enumerate(batch.query_lens_host):
             steps.rows.append(range(at, at + query_len))
-            seen = max(visible[at : at + query_len], default=0)
+            seen = max(steps.visible[at : at + query_len], default=0)
             form = self.form if self.form != "auto" else self.costs.form(need, query_len, seen)
             forms.append(form if seen else "empty")
             keys.append(seen if form == "mha" else 0)
-            if form == "mqa" and seen:
-                for first in range(at, at + query_len, q_block):
-                    rows = range(first, min(first + q_block, at + query_len))
-                    items[len(rows)].append((max(visible[r] for r in rows), b, rows))
+            for first in range(at, at + query_len if form == "mqa" else at, q_block):
+                rows = range(first, min(first + q_block, at + query_len))
+                items[len(rows)].append((max(steps.visible[r] for r in rows), b, rows))
             at += query_len
         steps.chunks = pack_chunks(keys, cap, need.page_size)
-        for query_len, group in sorted(items.items()):
-            group = sorted((i for i in group if i[0]), key=lambda i: -i[0])
-            width = max(1, SWEEP_HEADS // (need.N * query_len))
+        for query_len, found in sorted(items.items()):
+            group = sorted((i for i in found if i[0]), key=lambda i: -i[0])
+            width = max(1, q_block // query_len)
             steps.sweeps += [_sweep(group[g : g + width], need, cap) for g in range(0, len(group), width)]
-        result.steps = steps
-        result.report = {"forms": forms, "chunks": len(steps.chunks), "sweeps": len(steps.sweeps), "costs": self.costs.provenance}
-        result.sizes = self._sizes(need, cap, steps)
+        result.steps, result.sizes = steps, self._sizes(need, cap, steps)
+        result.report = {"forms": forms, "chunks": len(steps.chunks), "sweeps": len(steps.sweeps)}
+        result.report |= {"costs": self.costs.provenance, "workspace_bound": _bound(need, cap, steps, batch.num_tokens)}
         return result
 
     def _sizes(self, need: Need, cap: int, steps: Steps) -> dict:
@@ -135,7 +142,7 @@ class PagedTier(Tier):
         expanded = max((c[-1].at + c[-1].stop - c[-1].start for c in steps.chunks), default=0)
         swept = max((active * (stop - start) for s in steps.sweeps for start, stop, active in s.strides), default=0)
         if need.capacity is not None:
-            expanded = swept = cap
+            expanded, swept = 0 if self.form == "mqa" else cap, cap
         sizes = {"rows": ((max(expanded, swept), need.layout.storage_width), need.layout.storage_dtype)}
         if expanded:
             sizes |= {"k_nope": ((expanded, need.N, need.P), need.dtype), "v": ((expanded, need.N, need.V), need.dtype)}
@@ -151,7 +158,9 @@ class PagedTier(Tier):
         """
         check_attend(q, cache, prepared, plan, out)
         need = plan.need
-        state = AttentionState.empty(plan.batch.num_tokens, need.N, need.V, dtype=need.compute_dtype, device=need.device)
+        state = AttentionState.empty(
+            plan.batch.num_tokens, need.N, need.V, dtype=need.compute_dtype, device=need.device
+        )
         for sweep in plan.steps.sweeps:
             _attend_sweep(sweep, q, cache, prepared, plan, state)
         for chunk in plan.steps.chunks:
@@ -159,22 +168,30 @@ class PagedTier(Tier):
         return deliver(state, plan, out)
 
 
+def _bound(need: Need, cap: int, steps: Steps, tokens: int) -> int:
+    """Bytes that attend holds at most beside its inputs, by the formulas of `mla.cost`; independent of the context."""
+    b, q_rows = need.dtype.itemsize, max((s.rows.numel() for s in steps.sweeps), default=0)
+    scores = SWEEP_SCORES // (need.N * q_rows) if q_rows else 0
+    swept = (
+        absorbed_workspace_bytes(need, cap, q_rows, itemsize=b, k_block=scores, tokens=tokens) if steps.sweeps else 0
+    )
+    if not steps.chunks:
+        return swept
+    return swept + expanded_workspace_bytes(need, cap, itemsize=b, q_block=Q_BLOCK, k_block=K_BLOCK, tokens=tokens)
+
+
 def _sweep(items: list, need: Need, cap: int) -> Sweep:
-    """Plan the strides: as wide as cap and scores allow, but not past the shortest active item, save for a minimum."""
-    lens = [length for length, _, _ in items]
-    query_len, start, active, strides = len(items[0][2]), 0, len(items), []
-    while start < lens[0]:
-        while lens[active - 1] <= start:
-            active -= 1
-        room = max(1, min(cap, SWEEP_SCORES // (need.N * query_len)) // active)
-        stop = min(start + room, max(lens[active - 1], start + min(room, K_BLOCK)), lens[0])
-        strides.append((start, stop, active))
-        start = stop
+    """Put absorbed items (keys, request, rows) of one query length, longest first, in a sweep."""
+    lens, query_len = [length for length, _, _ in items], len(items[0][2])
+    room = min(cap, SWEEP_SCORES // (need.N * query_len))
     as_index = lambda values: torch.tensor(values, dtype=torch.int64, device=need.device)
-    return Sweep(as_index([list(rows) for _, _, rows in items]), as_index([b for _, b, _ in items]), as_index(lens), strides)
+    rows, requests = as_index([list(rows) for _, _, rows in items]), as_index([b for _, b, _ in items])
+    return Sweep(rows, requests, as_index(lens), sweep_strides(lens, room, K_BLOCK))
 
 
-def _attend_sweep(sweep: Sweep, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, state: AttentionState) -> None:
+def _attend_sweep(
+    sweep: Sweep, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, state: AttentionState
+) -> None:
     """Absorbed form of all items at once, online softmax over the strides; writes their rows of `state`."""
     need, batch, wide = plan.need, plan.batch, plan.need.compute_dtype
     G, query_len = sweep.rows.shape
@@ -191,7 +208,9 @@ def _attend_sweep(sweep: Sweep, q: Query, cache: PagedLatentCache, prepared: Pre
         own = torch.minimum(at, sweep.kv_lens[:active, None] - 1)  # a key past the end stands in for itself, masked
         page = batch.block_table[sweep.requests[:active, None], own // need.page_size].to(torch.int64)
         slots = (page * need.page_size + own % need.page_size).flatten()
-        rows = cache.gather(slots, plan.scratch("rows", (slots.shape[0], need.layout.storage_width), need.layout.storage_dtype))
+        rows = cache.gather(
+            slots, plan.scratch("rows", (slots.shape[0], need.layout.storage_width), need.layout.storage_dtype)
+        )
         kv_c, k_pe = (x.to(wide).view(active, stop - start, x.shape[-1]) for x in need.layout.read(rows))
         scores = torch.bmm(q_latent[:active], kv_c.transpose(1, 2))
         scores.baddbmm_(q_pe[:active], k_pe.transpose(1, 2))
@@ -204,12 +223,17 @@ def _attend_sweep(sweep: Sweep, q: Query, cache: PagedLatentCache, prepared: Pre
     state.lse[flat] = (top + total.log()).view(G * query_len, need.N)
 
 
-def _attend_chunk(chunk: list[Span], q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, state: AttentionState) -> None:
+def _attend_chunk(
+    chunk: list[Span], q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, state: AttentionState
+) -> None:
     """Gather and expand one chunk of keys, attend each request's queries over its span, merge into `state`."""
     need, batch = plan.need, plan.batch
     n = chunk[-1].at + chunk[-1].stop - chunk[-1].start
     rows = plan.scratch("rows", (n, need.layout.storage_width), need.layout.storage_dtype)
-    k_nope, v = plan.scratch("k_nope", (need.N, n, need.P), need.dtype), plan.scratch("v", (need.N, n, need.V), need.dtype)
+    k_nope, v = (
+        plan.scratch("k_nope", (need.N, n, need.P), need.dtype),
+        plan.scratch("v", (need.N, n, need.V), need.dtype),
+    )
     for span in chunk:
         for start in range(span.start, span.stop, K_BLOCK):
             stop, at = min(start + K_BLOCK, span.stop), span.at + start - span.start
@@ -249,7 +273,7 @@ def _attend_block(
         stop = min(start + K_BLOCK, max(seen), k_pe.shape[0])
         scores = torch.bmm(q_nope, k_nope[:, start:stop].to(wide).transpose(1, 2))  # (N, q, k)
         flat = scores.view(need.N * len(rows), stop - start)
-        flat.addmm_(q_pe.reshape(-1, need.R), k_pe[start:stop].to(wide).T)
+        flat.addmm_(q_pe.reshape(need.N * len(rows), need.R), k_pe[start:stop].to(wide).T)
         if min(seen) < stop:
             scores.masked_fill_(torch.arange(start, stop, device=need.device) >= visible, float("-inf"))
         _online(scores, v[:, start:stop].to(wide), top, total, acc)

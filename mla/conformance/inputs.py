@@ -109,12 +109,19 @@ def needle_position(case: Case, b: int) -> int | None:
     if case.family == "needle_end":
         return S - 1
     pages = -(-S // page)
-    forced = {"needle": (7 * b + case.seed) % pages, "needle_first": 0, "needle_middle": pages // 2, "needle_last": pages - 1}
+    forced = {
+        "needle": (7 * b + case.seed) % pages,
+        "needle_first": 0,
+        "needle_middle": pages // 2,
+        "needle_last": pages - 1,
+    }
     first = forced[case.family] * page
     return first + (3 * b + 5 * case.seed) % min(page, S - first)
 
 
-def _family(case: Case, b: int, q: Tensor, rows: Tensor, u: Tensor, visible: Tensor, W_UK: Tensor) -> tuple[Tensor, Tensor]:
+def _family(
+    case: Case, b: int, q: Tensor, rows: Tensor, u: Tensor, visible: Tensor, W_UK: Tensor
+) -> tuple[Tensor, Tensor]:
     """Turn noise q (T, N, P+R) and rows (S, L+R) of one request into those of the case's family."""
     d, scale = case.dims, case.dims.softmax_scale
     if case.family == "peaked":
@@ -203,11 +210,12 @@ def _tables(slots: str, pages: list[int], random: np.random.Generator) -> tuple[
         order = list(range(sum(pages)))
     elif slots == "shuffled":
         order = random.permutation(total).tolist()
-    elif slots == "interleaved":  # requests take turns
-        turns = sorted((i, b) for b, n in enumerate(pages) for i in range(n))
-        order = [SPARE_PAGES + turns.index((i, b)) for b, n in enumerate(pages) for i in range(n)]
-    else:  # extended: a request's first half lies above what it was given later
-        turns = sorted((i >= (n + 1) // 2, b, i) for b, n in enumerate(pages) for i in range(n))
-        rank = {(b, i): (k - sum(not late for late, _, _ in turns)) % max(1, sum(pages)) for k, (_, b, i) in enumerate(turns)}
-        order = [1 + rank[b, i] for b, n in enumerate(pages) for i in range(n)]
+    else:
+        each = [(b, i) for b, n in enumerate(pages) for i in range(n)]
+        if slots == "interleaved":  # requests take turns
+            turns = sorted(each, key=lambda page: page[1])
+        else:  # extended: what a request was given later lies below its first half
+            turns = sorted(each, key=lambda page: 2 * page[1] < pages[page[0]])
+        rank = {page: k for k, page in enumerate(turns, 1)}
+        order = [rank[page] for page in each]
     return [order[a : a + n] for a, n in zip(starts, pages, strict=False)], total

@@ -119,8 +119,17 @@ EMPTY_ROWS = [
     BatchSpec("zero_rows", (1, 1, 1, 1), (64, 0, 64, 0)),
     BatchSpec("zero_rows_prefill", (9, 4, 9, 2), (64, 0, 64, 0)),
     BatchSpec("all_rows_empty", (1, 3), (0, 0)),
-    BatchSpec("rank_without_keys", (1, 3, 9), (0, 20, 0), mask="rows", row_kv_lens=(0, 18, 19, 19, *[0] * 9), unwritten=tuple(range(13))),
-    BatchSpec("rank_some_rows", (4, 2), (3, 17), mask="rows", row_kv_lens=(0, 1, 1, 3, 16, 17), unwritten=tuple(range(6))),
+    BatchSpec(
+        "rank_without_keys",
+        (1, 3, 9),
+        (0, 20, 0),
+        mask="rows",
+        row_kv_lens=(0, 18, 19, 19, *[0] * 9),
+        unwritten=tuple(range(13)),
+    ),
+    BatchSpec(
+        "rank_some_rows", (4, 2), (3, 17), mask="rows", row_kv_lens=(0, 1, 1, 3, 16, 17), unwritten=tuple(range(6))
+    ),
     BatchSpec("slot_minus_one", (4, 1, 6), (36, 20, 6), unwritten=(0, 1, 4, 5, 6)),
     BatchSpec("nothing_written", (3, 2), (35, 2), unwritten=(0, 1, 2, 3, 4)),
     BatchSpec("padded_tail", (1, 3, 2), (17, 33, 40), pad_tokens=6),

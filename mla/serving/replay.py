@@ -25,7 +25,7 @@ from mla.serving.traces import Request
 from mla.tier import Plan, Prepared, Tier
 from mla.weights import MLAWeights
 
-AUDIT_ROUNDINGS = 2e9  # above this much work for all rows, rows are sampled
+AUDIT_ROUNDINGS = 2e8  # above this much work for all rows, rows are sampled
 
 
 @dataclass(frozen=True)

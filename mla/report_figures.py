@@ -1,0 +1,132 @@
+"""From records of costs and times to what a person reads: blocks for `mla.output.show`, as in `mla.report`.
+
+Axes: N heads, L KV rank, P nope, R rope, V value.
+"""
+
+from mla.output import Block, Grid
+from mla.report import Record, count, mebi, model_line, number, ratio, sentences_of
+
+
+def bench_blocks(record: Record) -> list[Block]:
+    """Lay out timings beside the machine they were taken on; a tier that is wrong or refuses has none."""
+    titles = (
+        *("tier", "batch", "gate", "out error\n/budget", "attend ms\nmedian", "attend ms\np10", "attend ms\np90"),
+        *("plan\nms", "write\nms", "tokens/s", "GFLOP/s", "GB/s", "cache\nB/token", "MHA\nB/token", "workspace\nMiB"),
+        *(("bound\nms", "times\nbound") if record["gpu"] else ()),
+    )
+    rows = [_bench_row(row, record["gpu"] is not None) for row in record["rows"]]
+    where = record["environment"]
+    machine = f"{where['cpu']}, {where['cpus']} cpus, {where['threads']} threads; device {where['device']}"
+    head = {"model": model_line(record["model"]), "machine": machine, "torch": where["torch"]}
+    if record["gpu"]:
+        gpu = record["gpu"]
+        rates = f"{gpu['flops'] / 1e12:g} TFLOP/s, {gpu['bandwidth'] / 1e9:g} GB/s"
+        head["bound"] = f"{gpu['name']}: {rates} ({gpu['source']}), by the faster form"
+    gates = [{**row, "name": f"{row['tier']} on {row['batch']}"} for row in record["rows"] if row["status"] != "ok"]
+    return [head, Grid(titles, rows, keys=2, cuts=(9,)), BENCH_LINES, *_layer_blocks(record), *sentences_of(gates)]
+
+
+def _layer_blocks(record: Record) -> list[Block]:
+    if not record["layers"]:
+        return []
+    titles = (
+        *("decode step of a layer", "batch", "median\nms", "p10\nms", "p90\nms", "times\nfaster", "tokens/s"),
+        *("cache\nB/token", "rms off"),
+    )
+    rows = [
+        (
+            *(
+                row["name"],
+                row["batch"],
+                *(number(row["timing"][key], 3) for key in ("median_ms", "low_ms", "high_ms")),
+            ),
+            *(number(row["faster"], 1), number(row["tokens_per_second"], 0), number(row["cache_bytes_per_token"], 0)),
+            f"{row['difference']:.1e}",
+        )
+        for row in record["layers"]
+    ]
+    note = (
+        "A layer with its projections and cache write, one token for each request; the layers took turns in one run. "
+        "rms off: from the first row's output."
+    )
+    return [Grid(titles, rows, keys=2), note]
+
+
+BENCH_LINES = """\
+One layer. gate: a tier is timed only where it meets the error budget on that batch. plan: once per step for all layers.
+GFLOP/s and GB/s count the work of the form with fewer FLOPs, whichever the tier computes."""
+
+
+def _bench_row(row: Record, bound: bool) -> tuple[str, ...]:
+    attend, plan, write = (row[part] or {} for part in ("attend", "plan", "write"))
+    times = (attend.get("median_ms"), attend.get("low_ms"), attend.get("high_ms"), plan.get("median_ms"))
+    peak = row["peak_workspace_bytes"]
+    return (
+        *(row["tier"], row["batch"], row["status"], ratio(row["used_out"] if row["status"] != "refused" else None)),
+        *(number(ms, 3) for ms in (*times, write.get("median_ms"))),
+        number(row["tokens_per_second"], 0),
+        *(number(row["gflops_per_second"], 2), number(row["gbytes_per_second"], 2)),
+        *(str(row["cache_bytes_per_token"]), str(row["mha_bytes_per_token"]), "-" if peak is None else mebi(peak)),
+        *((number(row["bound_ms"], 3), number(row["times_bound"], 1)) if bound else ()),
+    )
+
+
+def tune_blocks(record: Record) -> list[Block]:
+    """Lay out a table of form costs: how long expanding takes of what absorbing takes, by new tokens and context."""
+    table = record["table"]
+    rows = [
+        (str(query_len), *(f"{a / b:.2f}" for a, b in zip(mha, mqa, strict=True)))
+        for query_len, mha, mqa in zip(table["query_lens"], table["mha"], table["mqa"], strict=True)
+    ]
+    size = ", ".join(f"{axis} {value}" for axis, value in zip("NLPRV", table["size"], strict=True))
+    head = {"model": f"{record['model_name']}: {size}; {table['dtype']}", "measured": table["provenance"]}
+    titles = ("new \\ cached", *map(str, table["contexts"]))
+    note = (
+        "Time expanded (mha) over time absorbed (mqa); below 1.00 expanding wins.\n"
+        f"Written to {record['file']}; use it with --tune-file {record['file']} or MLA_TUNE_FILE={record['file']}."
+    )
+    return [head, Grid(titles, rows), note]
+
+
+def cost_blocks(record: Record) -> list[Block]:
+    """Lay out cache sizes, the cost of each form with its roofline time, and where the two forms break even."""
+    batch, layers = record["batch"], record["model"]["layers"]
+    head = {
+        "model": model_line(record["model"]),
+        "batch": f"{batch['text']}: {count(batch['tokens'], 'new token')} over {count(batch['keys'], 'key')}, "
+        f"{batch['pairs']} (query, key) pairs per head",
+    }
+    if record["unsupported"]:
+        head["not counted"] = "; ".join(record["unsupported"])
+    sizes = [
+        (size["name"], str(size["bytes"]), str(size["bytes"] * layers), f"{size['times_mla']:.1f}x")
+        for size in record["cache_bytes_per_token"]
+    ]
+    titles = ("cache of", "B/token\n1 layer", f"B/token\n{count(layers, 'layer')}", "of MLA")
+    cache = Grid(titles, sizes)
+    rows = [
+        (
+            *(r["gpu"], r["form"], number(r["flops"] / 1e9, 3), number(r["bytes"] / 1e6, 3), number(r["intensity"], 1)),
+            *(number(r["time_us"], 2), r["bound"]),
+        )
+        for r in record["rows"]
+    ]
+    costs = Grid(("machine", "form", "GFLOP", "MB", "FLOP/B", "at least\nus", "bound by"), rows, keys=2)
+    return [head, cache, costs, COST_LINES, *_winners(record)]
+
+
+COST_LINES = """\
+One layer. expanded: MHA over keys and values made from the latent cache; absorbed: MQA over the latent cache itself.
+mha, gqa, mqa: attention of the same widths over its own cache. projections: the products around attention in MLA.
+at least: with these ceilings nothing is faster; all moves overlap all arithmetic, and both run at full rate."""
+
+
+def _winners(record: Record) -> list[Block]:
+    even, context, requests = record["break_even"], record["batch"]["context"], record["batch"]["requests"]
+    lines = [f"{gpu}: {form} wins this batch." for gpu, form in record["winner"].items()]
+    flops = number(even["flops"], 1)
+    lines.append(f"By FLOPs alone and over a long context, expanding pays from {flops} new tokens per request on.")
+    for gpu, tokens in even["roofline"].items():
+        start = f"from {count(tokens, 'new token')} on" if tokens else "at no length up to 4096 new tokens"
+        lines.append(f"On {gpu}, {count(requests, 'request')} with {context} tokens cached: expanding pays {start}.")
+    return ["\n".join(lines)]
