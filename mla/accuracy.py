@@ -42,7 +42,7 @@ class Reference:
 class Comparison:
     """How much of its budget a result uses: error / limit for out and LSE, the worst over rows and heads, and where.
 
-    `status` is "ok", "mismatch", "not_finite", "wrong_shape" or "wrong_dtype"; used_lse is 0 where no LSE was asked for.
+    `status` is "ok", "mismatch", "not_finite", "wrong_shape" or "wrong_dtype"; used_lse is 0 without an LSE.
     """
 
     status: str

@@ -34,8 +34,8 @@ class Timing:
 class BenchResult:
     """One tier on one case: the gate it passed (or not: then there are no times), and its times.
 
-    `plan` is once per step for all layers, `write` and `attend` once per layer; `peak_bytes` are the live storages of one
-    plan and attend.
+    `plan` is once per step for all layers, `write` and `attend` once per layer; `peak_bytes` are the
+    live storages of one plan and attend.
     """
 
     gate: Result

@@ -42,7 +42,7 @@ def pack_chunks(key_counts: Sequence[int], cap: int, page_size: int) -> list[lis
 
 
 def sweep_strides(key_counts: Sequence[int], room: int, least: int) -> list[tuple[int, int, int]]:
-    """Walk through the keys of several requests side by side: strides (start, stop, active), at most `room` keys in all.
+    """Walk through the keys of several requests side by side: strides (start, stop, active) of at most `room` keys.
 
     `key_counts` are sorted, longest first; in a stride the first `active` requests take keys start .. stop - 1, clipped
     to what they have. A stride ends where the shortest active request does, so that little is gathered for nothing, but

@@ -9,6 +9,7 @@ are left out. Bytes are the compulsory ones: what has to pass through memory is 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mla.config import MLAConfig
 from mla.errors import bad
@@ -236,9 +237,31 @@ def default_workspace_tokens(max_model_len: int, max_num_seqs: int, page_size: i
     return max(rows // step, -(-max_num_seqs * page_size // step)) * step
 
 
-def expanded_workspace_bytes(
-    config: MLAConfig, cap: int, *, itemsize: int, q_block: int, k_block: int, tokens: int
-) -> int:
+class Sizes(Protocol):
+    """The widths of one layer that a workspace follows from; MLAConfig and Need both have them."""
+
+    @property
+    def N(self) -> int:
+        """Heads."""
+
+    @property
+    def L(self) -> int:
+        """KV rank."""
+
+    @property
+    def P(self) -> int:
+        """Nope width."""
+
+    @property
+    def R(self) -> int:
+        """Rope width."""
+
+    @property
+    def V(self) -> int:
+        """Value width."""
+
+
+def expanded_workspace_bytes(config: Sizes, cap: int, *, itemsize: int, q_block: int, k_block: int, tokens: int) -> int:
     """Peak extra bytes of the expanded form with `cap` key rows gathered at once, whatever the context.
 
     Rows, k_nope and v: cap (L + R) b + cap N (P + V) b. One block in float32 (scores; keys and values; query, output
@@ -252,7 +275,7 @@ def expanded_workspace_bytes(
 
 
 def absorbed_workspace_bytes(
-    config: MLAConfig, rows: int, q_rows: int, *, itemsize: int, k_block: int | None = None, tokens: int = 0
+    config: Sizes, rows: int, q_rows: int, *, itemsize: int, k_block: int | None = None, tokens: int = 0
 ) -> int:
     """Peak extra bytes of the absorbed form with `rows` latent rows gathered at once for q_rows query rows in flight.
 

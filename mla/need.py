@@ -120,7 +120,7 @@ class Need:
     def features(self) -> dict[str, object]:
         """Return the features beyond plain MLA that are asked for, by field name."""
         names = ("window", "sinks", "softcap", "alibi", "kv_sharing", "output_quantisation")
-        return {n: getattr(self, n) for n in names if getattr(self, n) is not None and getattr(self, n) is not False}
+        return {n: getattr(self, n) for n in names if getattr(self, n) not in (None, False)}
 
 
 def normal_device(device: torch.device | str) -> str:

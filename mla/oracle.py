@@ -35,6 +35,6 @@ def oracle(
     hidden = keys[None, :] >= row_kv_lens.to(kv_c.device)[:, None]
     scores = (scores * softmax_scale).masked_fill(hidden[:, None, :], float("-inf"))
     empty = (row_kv_lens.to(kv_c.device) == 0)[:, None]
-    lse = torch.logsumexp(scores, dim=-1).masked_fill(empty, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.exp(scores - lse[..., None]).masked_fill(empty[..., None], 0.0)
-    return torch.einsum("tns,snv->tnv", probabilities, v).masked_fill(empty[..., None], 0.0), lse
+    return torch.einsum("tns,snv->tnv", probabilities, v), lse

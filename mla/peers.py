@@ -1,4 +1,4 @@
-"""Another implementation of the same layer, timed beside ours: the attention module of transformers, with its own cache.
+"""Another implementation of the same layer, timed beside ours: transformers' attention module with its own cache.
 
 Axes: B requests, S cached tokens, H hidden, L KV rank, R rope.
 """
@@ -20,7 +20,7 @@ from mla.weights import MLAWeights
 
 @dataclass(frozen=True)
 class LayerTiming:
-    """A decode step of one whole layer, projections included: its time, tokens/s, cache bytes per token, and how far off it is.
+    """A decode step of one whole layer, projections included: time, tokens/s, cache bytes per token, and how far off.
 
     `difference` is rms(ours - theirs) / rms(theirs) in float32: the two compute the same layer.
     """
@@ -35,11 +35,11 @@ class LayerTiming:
 def decode_beside_transformers(
     config: MLAConfig, tiers: list[Tier], *, context: int = 4096, batch: int = 4, repeats: int = 10, seed: int = 0
 ) -> list[LayerTiming]:
-    """Time one decode step, `batch` requests over `context` cached tokens each, of transformers' module and of each tier.
+    """Time a decode step, `batch` requests over `context` cached tokens each, of transformers' module and of each tier.
 
     All run the same float32 weights and inputs, hidden (B, 1, H), take turns in one run, and include their projections
-    and cache writes. Raises ValueError where transformers is missing, where the model has no DeepSeek rotation, or where
-    results differ by more than 1e-3, since then they are not the same layer.
+    and cache writes. Raises ValueError where transformers is missing, where the model has no DeepSeek rotation, or
+    where results differ by more than 1e-3, since then they are not the same layer.
     """
     if importlib.util.find_spec("transformers") is None:
         raise bad("peer", expected="transformers, installed", got="none", fix="pip install 'mla-tiers[test]'")
@@ -72,7 +72,7 @@ def decode_beside_transformers(
 
 
 def _layer_step(layer: MLALayer, past: torch.Tensor, at: torch.Tensor, new: torch.Tensor, context: int, batch: int):
-    """Fill the cache with past (B*S, H) and return a call that decodes new (B, H): the last slot is written again each time."""
+    """Fill the cache with past (B*S, H) and return a call that decodes new (B, H), always at the same slots."""
     page = layer.need.page_size
     pages = -(-(context + 1) // page)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).view(batch, pages)
@@ -113,7 +113,8 @@ def _transformers_step(
             stop = min(part + 256, context)
             mask = torch.zeros(batch, 1, stop - part, stop)
             module(hidden[:, part:stop], tables(hidden, positions[:, part:stop]), mask, cache)
-    stored = cache.layers[0].keys.numel() + cache.layers[0].values.numel()
+    layer: Any = cache.layers[0]
+    stored = layer.keys.numel() + layer.values.numel()
     position = torch.full((batch, 1), context)
 
     def step() -> torch.Tensor:
@@ -133,15 +134,8 @@ def _hf_fields(config: MLAConfig) -> dict[str, Any]:
     if r.type != "default":
         names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         rope |= {n: getattr(r, n) for n in names if getattr(r, n) is not None}
-    names = (
-        "hidden_size",
-        "num_attention_heads",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-    )
-    names += ("v_head_dim", "attention_bias", "max_position_embeddings")
-    fields = {n: getattr(config, n) for n in names}
+    widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    others = ("hidden_size", "num_attention_heads", "q_lora_rank", "attention_bias", "max_position_embeddings")
+    fields = {name: getattr(config, name) for name in (*widths, *others)}
     fields |= {"rope_interleave": r.interleaved, "num_key_value_heads": config.num_attention_heads}
     return fields | {"rope_parameters": rope, "num_hidden_layers": 1}

@@ -5,6 +5,7 @@ at random, with probability proportional to the distance. The RMS over the repli
 Axes: K replicas, T query rows, S keys, N heads, L KV rank, P nope, R rope, V value.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +38,9 @@ class Problem:
 
     def rows(self, start: int, stop: int) -> "Problem":
         """The same problem for query rows start .. stop - 1 only, with q_nope (stop - start, N, P) and so on."""
-        part = (x[start:stop] for x in (self.q_nope, self.q_pe))
-        return Problem(
-            *part, self.kv_c, self.k_pe, self.W_UK, self.W_UV, self.row_kv_lens[start:stop], self.softmax_scale
-        )
+        part = slice(start, stop)
+        rows = {name: getattr(self, name)[part] for name in ("q_nope", "q_pe", "row_kv_lens")}
+        return dataclasses.replace(self, **rows)
 
     def roundings(self, replicas: int) -> int:
         """K * S * N * (P + V + 2 T): what the expected error of this problem costs to estimate."""
@@ -87,8 +87,8 @@ def expected_error(
 ):
     """Return (e_out, e_lse), both (T, N) float64: the RMS error over replicas, the larger of the two forms.
 
-    e = max over forms of sqrt(mean_k |replica_k - truth|^2); `truth` is (out (T, N, V), lse (T, N)) of the oracle. Rounded
-    in each replica: q_latent, or k_nope and v; the probabilities; the latent output; the output; scores to float32.
+    e = max over forms of sqrt(mean_k |replica_k - truth|^2); `truth` is (out (T, N, V), lse (T, N)) of the oracle.
+    Rounded in each replica: q_latent, or k_nope and v; the probabilities; the latent output; the output; scores to float32.
     Form "latent" rounds the probabilities and the output only (the inner kernel of an absorbed tier).
     Raises ValueError for a dtype that replicas cannot round to.
     """

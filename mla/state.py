@@ -36,6 +36,12 @@ class AttentionState(NamedTuple):
         out = torch.zeros(rows, heads, width, dtype=dtype, device=device)
         return AttentionState(out, torch.full((rows, heads), float("-inf"), dtype=dtype, device=device))
 
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Return out (T, N, V) and lse (T, N); raises ValueError where no LSE was asked for."""
+        if self.lse is None:
+            raise bad("lse", expected="a state with lse", got="None", fix="plan with Need(lse=True)")
+        return self.out, self.lse
+
     def merge(self, other: "AttentionState") -> "AttentionState":
         """Return the state over the union of two disjoint key sets; see `merge`. Shapes (T, N, V) and (T, N)."""
         return merge(self, other)

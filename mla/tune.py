@@ -25,7 +25,7 @@ CONTEXTS = (1, 64, 256, 512, 1024, 4096, 8192)
 
 @dataclass(frozen=True)
 class FormTable:
-    """Measured milliseconds of both forms on a grid, for one size and dtype: mha[i][j] is query_lens[i] over contexts[j].
+    """Measured milliseconds of both forms for one size and dtype: mha[i][j] is query_lens[i] over contexts[j].
 
     A context counts the keys cached before the new tokens.
     """
@@ -52,7 +52,7 @@ class FormTable:
 
 @dataclass(frozen=True)
 class FormCosts:
-    """Chooses the form of a request: by the table of its size and dtype, else by counted work; says which in `provenance`."""
+    """Chooses the form of a request, by the table of its size and dtype, else by counted work (see `provenance`)."""
 
     tables: tuple[FormTable, ...] = ()
     provenance: str = "default: counted work, no table"
@@ -81,7 +81,7 @@ class FormCosts:
         Path(path).write_text(json.dumps({"tables": [asdict(t) for t in self.tables]}, indent=1) + "\n")
 
     def form(self, need: Need, query_len: int, seen: int) -> str:
-        """Return "mha" (expanded) or "mqa" (absorbed) for query_len new tokens that see `seen` keys, their own included."""
+        """Return "mha" (expanded) or "mqa" (absorbed) for query_len new tokens that see `seen` keys, own included."""
         if query_len == 0 or seen == 0:
             return "mqa"
         size, dtype = (need.N, need.L, need.P, need.R, need.V), str(need.dtype).removeprefix("torch.")
@@ -95,7 +95,8 @@ class FormCosts:
 def counted_work(N: int, L: int, P: int, R: int, V: int, query_len: int, seen: int) -> tuple[float, float]:
     """Return the work (mha, mqa) of one causal request in FLOPs, memory-bound elements weighed in.
 
-    mha = S N (2 L + extra) (P + V) + pairs N (2 (P + R + V) + extra);  mqa = 2 q N L (P + V) + pairs N (2 (2 L + R) + extra)
+    mha = S N (2 L + extra) (P + V) + pairs N (2 (P + R + V) + extra)
+    mqa = 2 q N L (P + V) + pairs N (2 (2 L + R) + extra)
     with S = seen, the keys that the last of query_len rows sees.
     """
     S, pairs = seen, query_len * max(1.0, seen - (query_len - 1) / 2)
@@ -108,7 +109,7 @@ def measure(
     query_lens: tuple[int, ...] = QUERY_LENS, contexts: tuple[int, ...] = CONTEXTS, repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> FormTable:  # fmt: skip
-    """Time both forms of a tier on every pair of query length and context, turn by turn, and return the table of medians.
+    """Time both forms of a tier on every pair of query length and context, turn by turn; return the medians.
 
     `mha` and `mqa` are the same tier with its form forced; `dtype` is a case's short name (f32, bf16, f16).
     `progress(done, total)` is called after each pair.

@@ -5,7 +5,7 @@ from mla.tier import Tier
 
 
 def every_tier(page_size: int, keys: int = 0) -> dict[str, Tier]:
-    """Return the tiers by name; a tiny workspace holds about a seventh of `keys`, and at least a page of `page_size`."""
+    """Return the tiers by name; a tiny workspace holds about a seventh of `keys`, and at least one page."""
     tiny = page_size * max(1, keys // (7 * page_size))
     found = {n: tiers.get(n) for n in ("naive:mha", "naive:mqa", "template", "paged", "paged:mha", "paged:mqa")}
     for form in ("auto", "mha", "mqa"):

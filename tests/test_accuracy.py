@@ -62,10 +62,12 @@ def test_expected_error_is_the_rounding_of_a_single_stored_number(dtype):
     e_out, e_lse = expected_error(problem, truth, dtype, 64, Noise(0), forms=("mha",))
     v = truth[0].abs()
     quantum = 2.0 ** (torch.floor(torch.log2(v)) + 1 - BITS[dtype])
-    # stochastic rounding of x = k quantum + f quantum has variance quantum^2 f (1 - f); rounding the result again adds nothing
+    # stochastic rounding of x = (k + f) quantum has variance quantum^2 f (1 - f); rounding again adds nothing
     f = torch.frac(v / quantum)
     expected = (quantum**2 * f * (1 - f)).mean(-1).sqrt()
-    assert torch.all((e_out / expected - 1).abs() < 0.35)  # 640 draws: 5 sigma of a chi with 10 x 64 terms is about 0.35
+    assert torch.all(
+        (e_out / expected - 1).abs() < 0.35
+    )  # 640 draws: 5 sigma of a chi with 10 x 64 terms is about 0.35
     k_nope = torch.einsum("sl,lnp->snp", kv_c[:1].double(), up.W_UK.double())[0]
     quantum = 2.0 ** (torch.floor(torch.log2(k_nope.abs())) + 1 - BITS[dtype])
     f = torch.frac(k_nope.abs() / quantum)
@@ -97,14 +99,19 @@ def test_the_truth_uses_nothing_and_a_scaled_truth_uses_what_it_is_off_by(dtype)
     off = state.out.clone()
     off[row, head] *= 1 + 0.5 * float(truth.out_limit[row, head]) / size
     result = compare(AttentionState(off, state.lse), truth)
-    assert result.ok and result.out_at == (row, head) and result.used_out == pytest.approx(0.5, rel=1e-9)
+    assert result.ok
+    assert result.out_at == (row, head)
+    assert result.used_out == pytest.approx(0.5, rel=1e-9)
     off[row, head] = state.out[row, head] * (1 + 1.5 * float(truth.out_limit[row, head]) / size)
     result = compare(AttentionState(off, state.lse), truth)
-    assert result.status == "mismatch" and result.used_out == pytest.approx(1.5, rel=1e-9)
+    assert result.status == "mismatch"
+    assert result.used_out == pytest.approx(1.5, rel=1e-9)
     lse = state.lse.clone()
     lse[2, 2] += 1.25 * float(truth.lse_limit[2, 2])
     result = compare(AttentionState(state.out, lse), truth)
-    assert result.status == "mismatch" and result.lse_at == (2, 2) and result.used_lse == pytest.approx(1.25, rel=1e-9)
+    assert result.status == "mismatch"
+    assert result.lse_at == (2, 2)
+    assert result.used_lse == pytest.approx(1.25, rel=1e-9)
 
 
 def test_compare_names_shapes_and_values_that_are_not_numbers():
@@ -117,7 +124,10 @@ def test_compare_names_shapes_and_values_that_are_not_numbers():
         assert compare(wrong, truth).status == status
     out, lse = state.out.clone(), state.lse.clone()
     out[2, 1, 3] = float("nan")  # row 2 is not sampled: still looked at
-    assert (compare(AttentionState(out, lse), truth).status, compare(AttentionState(out, lse), truth).out_at) == ("not_finite", (2, 1))
+    assert (compare(AttentionState(out, lse), truth).status, compare(AttentionState(out, lse), truth).out_at) == (
+        "not_finite",
+        (2, 1),
+    )
     lse[1, 2] = float("inf")
     assert compare(AttentionState(state.out, lse), truth).status == "not_finite"
     assert compare(AttentionState(state.out, None), truth).ok
@@ -129,7 +139,12 @@ def test_an_empty_row_has_no_budget():
     q = Query(q.nope[:4].clone(), q.pe[:4].clone())
     q.nope[[0, 2, 3]] = float("nan")
     truth = reference(q, [(kv_c, k_pe), (kv_c[:0], k_pe[:0])], up, batch, SCALE, dtype=torch.bfloat16, seed=1)
-    assert sorted(zip(truth.rows.tolist(), truth.empty.tolist(), strict=True)) == [(0, True), (1, False), (2, True), (3, True)]
+    assert sorted(zip(truth.rows.tolist(), truth.empty.tolist(), strict=True)) == [
+        (0, True),
+        (1, False),
+        (2, True),
+        (3, True),
+    ]
     order = truth.rows.argsort()
     right = AttentionState(truth.out[order], truth.lse[order])
     assert compare(right, truth).ok
@@ -148,7 +163,9 @@ def test_the_latent_level_accepts_a_kernel_and_rejects_a_base_2_lse(dtype):
     q_latent = absorb_query(q.nope, up.W_UK, dtype)
     lens = torch.tensor([S - T + i + 1 for i in range(T)])
     truth = latent_reference(q_latent, q.pe, kv_c, k_pe, lens, SCALE, dtype=dtype, seed=0)
-    scores = torch.einsum("tnl,sl->tns", q_latent.float(), kv_c.float()) + torch.einsum("tnr,sr->tns", q.pe.float(), k_pe.float())
+    scores = torch.einsum("tnl,sl->tns", q_latent.float(), kv_c.float()) + torch.einsum(
+        "tnr,sr->tns", q.pe.float(), k_pe.float()
+    )
     scores = (scores * SCALE).masked_fill(torch.arange(S) >= lens[:, None, None], float("-inf"))
     lse = torch.logsumexp(scores, -1)
     out = torch.einsum("tns,sl->tnl", torch.exp(scores - lse[..., None]).to(dtype).float(), kv_c.float()).to(dtype)
@@ -180,7 +197,8 @@ def test_a_budget_that_is_not_finite_fails_the_case():
 def test_the_budget_is_the_same_for_the_same_seed_and_for_heads_never_below_their_mean():
     first, _, _ = one_request(torch.bfloat16, seed=5)
     again, _, _ = one_request(torch.bfloat16, seed=5)
-    assert torch.equal(first.out_limit, again.out_limit) and torch.equal(first.lse_limit, again.lse_limit)
+    assert torch.equal(first.out_limit, again.out_limit)
+    assert torch.equal(first.lse_limit, again.lse_limit)
     u = UNIT_ROUNDOFF[torch.bfloat16]
     e_out = first.out_limit / 3 - u * first.out.square().mean(-1).sqrt()
     assert torch.all(e_out >= e_out.mean(1, keepdim=True) * 0.5)

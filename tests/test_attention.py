@@ -10,7 +10,7 @@ import tiers
 from mla.accuracy import compare, reference
 from mla.attention import mha_form, mqa_form
 from mla.batch import AttentionBatch
-from mla.cache import FloatRows
+from mla.cache import FloatRows, PagedLatentCache
 from mla.oracle import oracle
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState, merge
@@ -251,6 +251,13 @@ def test_C1_C9_requests_without_keys(name, dtype):
         assert bool((state.lse[row] == -INF).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("name", TIERS)
+def test_rows_without_keys_of_requests_that_have_some(name, dtype):
+    case = shared_case((3, 9, 2), (5, 30, 2), row_kv_lens=(0, 3, 5, *range(9), 0, 0), mask="rows", dtype=dtype)
+    case.check(case.run(name))
+
+
 @pytest.mark.parametrize("length", [13, 14, 15, 16])
 @pytest.mark.parametrize("name", TIERS)
 def test_C4_the_unused_tail_of_the_last_page_is_not_read(name, length):
@@ -326,6 +333,20 @@ def test_A12_lse_is_that_of_all_keys_for_any_number_of_splits(name, splits):
 def test_H2_H6_every_page_size(name, page):
     case = shared_case((3, 1), (50, 129), page_size=page)
     case.check(case.run(name))
+
+
+@pytest.mark.parametrize("pages_first", [False, True])
+@pytest.mark.parametrize("name", TIERS)
+def test_one_layer_of_an_engine_tensor_is_read_in_place(name, pages_first):
+    case, layers = shared_case((3, 1, 12), (50, 17, 12)), 3
+    pages = case.cache.num_pages
+    shape = (pages, layers) if pages_first else (layers, pages)
+    whole = torch.full((*shape, *case.cache.data.shape[1:]), NAN)
+    layer = whole[:, 1] if pages_first else whole[1]
+    layer.copy_(case.cache.data)
+    tier, cache = tiers.get(name), PagedLatentCache.wrap(layer, case.need.layout)
+    plan = tier.plan(case.need, case.batch)
+    case.check(tier.attend(case.q, cache, tier.prepare(case.up, case.need), plan))
 
 
 @pytest.mark.parametrize("name", TIERS)

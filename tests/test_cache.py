@@ -188,9 +188,10 @@ def test_an_engine_tensor_is_adopted_without_a_copy(make, cut):
     assert cache.gather(slots[keep], target).data_ptr() == target.data_ptr()
     assert torch.equal(target[:5], row)
     assert bool((target[5:] == 7).all())
-    cache.copy_page(4, 2)
-    assert torch.equal(cache.data[2].nan_to_num(), cache.data[4].nan_to_num())
-    assert written(cache) == [0, 4, 7, 11, 19]  # page 4 has slot 19 only, which is slot 11 of page 2
+    cache.copy_page(1, 2)  # page 1 has slots 4 and 7, page 2 had slot 11
+    assert written(cache) == [0, 4, 7, 8, 11, 19]
+    assert torch.equal(cache.gather(torch.tensor([8, 11])), cache.gather(torch.tensor([4, 7])))
+    assert torch.equal(cache.gather(slots[keep][:-1]), row[:-1])
 
 
 def test_gather_into_a_buffer_holds_the_rows_once():

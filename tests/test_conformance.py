@@ -20,7 +20,7 @@ from mla.cache import PagedLatentCache
 from mla.conformance import SPECS, Case, check, find, run_case, sample_rows, spec, suite, summary
 from mla.conformance.cases import DIMS, FAMILIES, MOST_ROUNDINGS, NEEDLES, SLOTS, TOY, roundings
 from mla.conformance.inputs import ABSURD_PAGES, Inputs, make_inputs, needle_position
-from mla.conformance.runner import GUARD_ROWS, truth
+from mla.conformance.runner import truth
 from mla.conformance.suites import PAGES, WIDE
 from mla.need import Need
 from mla.projections import Query, UpProjection
@@ -111,8 +111,8 @@ KERNEL_FAULTS: dict[str, dict[str, Callable]] = {
     "LSE without the scale's sign of life": {"finish": lambda out, lse: (out, torch.zeros_like(lse))},
     "dropped last key": {"bound": lambda visible, new, S: (visible - 1).clamp(min=0)},
     "dropped first page": {"pages": lambda count: list(range(count))[1:]},
-    "dropped last page": {"pages": lambda count: list(range(max(1, count - 1)))},
-    "a page read twice": {"pages": lambda count: [0, *range(count)]},
+    "dropped last page": {"pages": lambda count: list(range(max(min(count, 1), count - 1)))},
+    "a page read twice": {"pages": lambda count: [*range(count), *range(count)][: count + 1 if count else 0]},
     "top-left causal": {"bound": top_left},
     "no mask": {"bound": lambda visible, new, S: torch.where(visible > 0, S, 0)},
     "one key too many": {"bound": lambda visible, new, S: torch.where(visible > 0, visible + 1, 0).clamp(max=S)},
@@ -221,7 +221,7 @@ WRAPPED_FAULTS: dict[str, tuple[Tier, set[str]]] = {
     "changes the cache": (Wrapped(attend=changes(lambda q, cache, prepared, plan: cache.data)), {"mismatch"}),
     "changes the batch": (Wrapped(attend=changes(lambda q, cache, prepared, plan: plan.batch.seq_lens)), {"mismatch"}),
     "padding written to the last slot": (Wrapped(write=writes_padding), {"mismatch"}),
-    "rope part written first": (Wrapped(write=rope_first), {"mismatch", "raised"}),
+    "rope part written first": (Wrapped(write=rope_first), {"mismatch"}),
     "rows written twice": (Wrapped(write=twice), {"mismatch"}),
     "nothing written": (Wrapped(write=lambda *_: None), {"mismatch"}),
 }
@@ -297,7 +297,14 @@ def test_a_result_says_where_and_how_much():
     case = Case(SPECS["mixed_small"], family="randn")  # new tokens 1, 1, 5, 5: row 7 is token 0 of request 3
     result = run_case(tiers.from_attend("x", partial(kernel, finish=wrong_in_one_place)), case)
     where = result.where
-    assert (result.status, where.metric, where.row, where.request, where.token, where.head) == ("mismatch", "out", 7, 3, 0, 2)
+    assert (result.status, where.metric, where.row, where.request, where.token, where.head) == (
+        "mismatch",
+        "out",
+        7,
+        3,
+        0,
+        2,
+    )
     made, _ = truth(case)
     assert result.used_out == pytest.approx(1.0 / float(made.out_limit[7, 2]), rel=0.05)
     assert result.used_lse <= 1
@@ -305,7 +312,9 @@ def test_a_result_says_where_and_how_much():
 
 
 def test_refused_and_raised_have_rows_and_never_look_like_passed():
-    refuses = tiers.from_attend("no", kernel, lambda need: ["page_size = 16 is not taken; use 64."] if need.page_size == 16 else [])
+    refuses = tiers.from_attend(
+        "no", kernel, lambda need: ["page_size = 16 is not taken; use 64."] if need.page_size == 16 else []
+    )
 
     def raises(*_):
         raise RuntimeError("no kernel image")
@@ -389,13 +398,13 @@ def test_ids_are_readable_unique_and_give_the_case_back(name):
         ("toy-mixed_small-f8-rows_f16-randn-extended-p16-s3", "dtype"),
         ("toys-mixed_small-f16-rows_f16-randn-extended-p16-s3", "case"),
         ("toy-mixed_small-f16-rows_f16-randn-extended-16-s3-", "case"),
-        ("toy-mixed_small-f16-rows_f16-randn-extended-p0-s3", "page_size"),
+        ("toy-mixed_small-f16-rows_f16-randn-extended-p0-s3", "case"),
     ],
 )
 def test_an_unknown_id_names_the_part(text, part):
     with pytest.raises(ValueError, match=rf"^{part}: expected"):
         find(text)
-    with pytest.raises(ValueError, match="^suite: expected one of smoke, full"):
+    with pytest.raises(ValueError, match=r"^suite: expected one of smoke, full"):
         suite("fool")
 
 
@@ -403,15 +412,14 @@ def test_full_covers_every_pair_of_two_fields_in_at_most_400_cases():
     cases = suite("full")
     assert len(cases) <= 400
     kind = lambda family: "needle" if family in NEEDLES else family
-    rows = [(c.batch.name, kind(c.family), c.dims.name, c.dtype, c.layout == "rows_f32", c.slots, c.page_size) for c in cases]
-    rows = [(*r[:4], r[4] or r[3] == "f32", *r[5:]) for r in rows]
+    own = lambda c: c.layout == f"rows_{c.dtype}"
+    rows = [(c.batch.name, kind(c.family), c.dims.name, c.dtype, own(c), c.slots, c.page_size) for c in cases]
     for i, j in itertools.combinations(range(7), 2):
         met = {(r[i], r[j]) for r in rows}
         for x, y in itertools.product({r[i] for r in rows}, {r[j] for r in rows}):
             impossible = {
                 (0, 2): lambda b, d: not d.startswith("toy") and b not in WIDE,
                 (0, 6): lambda b, page: SPECS[b].edge and SPECS[b].page_size != page,
-                (3, 4): lambda dtype, wide: dtype == "f32" and not wide,
             }.get((i, j), lambda x, y: False)
             assert (x, y) in met or impossible(x, y), (x, y)
     assert {c.batch.name for c in cases} == set(SPECS)
@@ -429,17 +437,16 @@ def test_smoke_has_a_needle_and_another_family_in_every_batch_but_the_long_ones(
 
 
 def test_sampled_rows_keep_the_ends_of_every_request_and_the_limit():
-    case = Case(SPECS["large_prefill"], DIMS["toy_n12"])  # 8 requests of 32 rows
+    case = Case(SPECS["large_prefill"])  # 8 requests of 32 rows
     rows, heads = sample_rows(case)
     assert heads is None
     assert set(rows) >= {r for b in range(8) for r in (32 * b, 32 * b + 31)}
     assert roundings(case, rows) <= MOST_ROUNDINGS < roundings(case)
     more = next(r for r in range(256) if r not in rows)
-    assert roundings(case, [*rows, more]) > MOST_ROUNDINGS - 16 * 4096 * 12 * 2
+    assert roundings(case, [*rows, more]) > MOST_ROUNDINGS - 16 * 4096 * 3 * 2
     assert sample_rows(case) == (rows, heads)
     assert sample_rows(dataclasses.replace(case, seed=1))[0] != rows
-    # by the formula: K S N (P + V + 2 rows) for each request
-    assert roundings(case, [0, 31]) == 16 * 4096 * 12 * (8 + 10 + 2 * 2)
+    assert roundings(case, [0, 31]) == 16 * 4096 * 3 * (12 + 10 + 2 * 2)  # K S N (P + V + 2 rows), one request
 
 
 def test_when_rows_alone_are_too_many_fewer_heads_are_compared():
@@ -517,13 +524,22 @@ def test_needles_are_where_the_family_says():
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_families_are_what_their_formulas_say(dtype):
     make = lambda family: Case(SPECS["medium_prefill"], dtype=dtype, family=family)
-    spread = {f: logits_of(make_inputs(make(f)), make(f), 3)[-1] for f in ("randn", "peaked", "equal_keys", "large_logits")}
-    assert spread["randn"].std() == pytest.approx(1.874, rel=0.2)  # m(40, 1)^2
-    assert spread["peaked"].std() == pytest.approx(8 * 1.874, rel=0.2)
+    for family, size in (("randn", 1.0), ("peaked", 8.0)):
+        inputs = make_inputs(make(family))
+        for x, deviation in (
+            (inputs.q.nope, size),
+            (inputs.q.pe, size),
+            (inputs.keys[3][0], 1.0),
+            (inputs.keys[3][1], 1.0),
+        ):
+            # the deviation of n normal numbers is known to 1 / sqrt(2 n)
+            assert float(x.double().std()) == pytest.approx(deviation, rel=6 / (2 * x.numel()) ** 0.5)
+    spread = {f: logits_of(make_inputs(make(f)), make(f), 3)[-1] for f in ("equal_keys", "large_logits")}
     assert float((spread["equal_keys"] - spread["equal_keys"][:, :1]).abs().max()) <= 1e-12
     centre = spread["large_logits"].mean(-1)
     assert centre.sign().tolist() == [1, -1, 1]
-    assert (centre.abs() - 200).abs().max() <= 20
+    # beside +-200 there is q's own part: 1.874 times a normal number
+    assert (centre.abs() - 200).abs().max() <= 6 * 1.874
 
 
 def test_inputs_are_the_same_each_time_and_others_for_another_seed():
@@ -597,7 +613,3 @@ def test_old_rows_and_new_rows_make_up_all_keys():
     assert [len(h) for h in inputs.history] == [34, 20, 2]
     kv_c = inputs.keys[0][0]
     assert torch.equal(inputs.new_kv_c[:4], kv_c[32:36])
-
-
-def test_guards_are_on_both_sides():
-    assert GUARD_ROWS >= 1

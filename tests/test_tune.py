@@ -1,4 +1,4 @@
-"""Which form a request takes: measured tables, interpolation, the rule without a table, and files that are not tables."""
+"""Which form a request takes: measured tables, interpolation, the rule without a table, and files that are not."""
 
 import math
 
@@ -73,9 +73,9 @@ def test_a_file_of_tables_comes_back_and_anything_else_is_refused_by_name(tmp_pa
     assert "by hand" in back.provenance
     for text in ("", "{}", '{"tables": [{"size": 1}]}', "[1]"):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ValueError, match="bad.json"):
+        with pytest.raises(ValueError, match=r"bad\.json"):
             FormCosts.load(tmp_path / "bad.json")
-    with pytest.raises(ValueError, match="missing.json"):
+    with pytest.raises(ValueError, match=r"missing\.json"):
         FormCosts.load(tmp_path / "missing.json")
 
 

@@ -1,4 +1,4 @@
-"""The memory that attention holds beside its inputs: counted storage by storage, bounded, and independent of the context.
+"""The memory that attention holds beside its inputs: counted storage by storage, bounded, whatever the context.
 
 T new tokens, S cached tokens, N heads, L KV rank, P nope, R rope, V value.
 """
@@ -49,7 +49,9 @@ def test_R2_peak_memory_is_bounded_and_independent_of_the_context(form, dtype):
 
 def test_the_bound_is_the_formula_of_the_cost_model():
     _, bound = measured("mha", torch.bfloat16, 1, 16384)
-    sizes = Need(N=N, L=L, P=P, R=R, V=V, softmax_scale=0.1, layout=FloatRows(L, R), page_size=PAGE, dtype=torch.bfloat16)
+    sizes = Need(
+        N=N, L=L, P=P, R=R, V=V, softmax_scale=0.1, layout=FloatRows(L, R), page_size=PAGE, dtype=torch.bfloat16
+    )
     assert bound == expanded_workspace_bytes(sizes, CAP, itemsize=2, q_block=128, k_block=512, tokens=1)
     _, bound = measured("mqa", torch.bfloat16, 1, 16384)
     assert bound == absorbed_workspace_bytes(sizes, CAP, 1, itemsize=2, k_block=(1 << 22) // N, tokens=1)

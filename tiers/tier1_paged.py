@@ -4,7 +4,8 @@ Absorbed requests (decode, verification) are swept together: all of them take th
 workspace holds. Expanded requests (prefill) go through chunks of keys that are gathered, expanded to heads and attended
 block by block; chunk results merge by their LSE.
 
-Axes: T new tokens (packed over requests), S cached tokens, G items of a sweep, N heads, L KV rank, P nope, R rope, V value.
+Axes: T new tokens (packed over requests), S cached tokens, G items of a sweep, N heads, L KV rank,
+P nope, R rope, V value.
 """
 
 from collections import defaultdict
@@ -45,7 +46,7 @@ class Sweep:
 
 @dataclass
 class Steps:
-    """A plan's work: sweeps of absorbed items, chunks of expanded requests, and each request's rows, and each row's keys."""
+    """A plan's work: sweeps of absorbed items, chunks of expanded keys, each request's rows, each row's key count."""
 
     sweeps: list[Sweep] = field(default_factory=list)
     chunks: list[list[Span]] = field(default_factory=list)
@@ -63,22 +64,17 @@ class PagedTier(Tier):
     form: str = "auto"
     max_workspace_tokens: int | None = None
     costs: FormCosts = field(default_factory=FormCosts.default)
+    name: str = field(init=False)
 
     def __post_init__(self) -> None:
         if self.form not in ("auto", "mha", "mqa"):
-            raise bad(
-                "form", expected="'auto', 'mha' or 'mqa'", got=repr(self.form), fix="tiers.get('paged', form='auto')"
-            )
+            fix = "tiers.get('paged', form='auto')"
+            raise bad("form", expected="'auto', 'mha' or 'mqa'", got=repr(self.form), fix=fix)
         cap = self.max_workspace_tokens
         if cap is not None and (not isinstance(cap, int) or cap < 1):
-            raise bad(
-                "max_workspace_tokens", expected="a positive int or None", got=repr(cap), fix="65536 is the usual cap"
-            )
-
-    @property
-    def name(self) -> str:
-        """'paged', with the form where it is forced."""
-        return "paged" if self.form == "auto" else f"paged:{self.form}"
+            fix = "65536 is the usual cap"
+            raise bad("max_workspace_tokens", expected="a positive int or None", got=repr(cap), fix=fix)
+        object.__setattr__(self, "name", "paged" if self.form == "auto" else f"paged:{self.form}")
 
     def cap(self, need: Need) -> int:
         """Rows of the workspace for `need`."""
@@ -94,9 +90,8 @@ class PagedTier(Tier):
         """Return the sentences for features beyond plain MLA and for promises that this tier does not make."""
         reasons = refuse_features("paged", need)
         if need.batch_invariant:
-            reasons.append(
-                "batch_invariant = True is not promised by paged, whose forms and strides follow the batch; set it to False."
-            )
+            promise = "batch_invariant = True is not promised by paged"
+            reasons.append(f"{promise}, whose forms and strides follow the batch; set it to False.")
         if need.graph_capture:
             reasons.append(
                 "graph_capture = True is not possible in paged, whose loops follow the lengths; set it to False."
@@ -143,7 +138,8 @@ class PagedTier(Tier):
         swept = max((active * (stop - start) for s in steps.sweeps for start, stop, active in s.strides), default=0)
         if need.capacity is not None:
             expanded, swept = 0 if self.form == "mqa" else cap, cap
-        sizes = {"rows": ((max(expanded, swept), need.layout.storage_width), need.layout.storage_dtype)}
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        sizes["rows"] = ((max(expanded, swept), need.layout.storage_width), need.layout.storage_dtype)
         if expanded:
             sizes |= {"k_nope": ((expanded, need.N, need.P), need.dtype), "v": ((expanded, need.N, need.V), need.dtype)}
         return sizes
@@ -172,12 +168,12 @@ def _bound(need: Need, cap: int, steps: Steps, tokens: int) -> int:
     """Bytes that attend holds at most beside its inputs, by the formulas of `mla.cost`; independent of the context."""
     b, q_rows = need.dtype.itemsize, max((s.rows.numel() for s in steps.sweeps), default=0)
     scores = SWEEP_SCORES // (need.N * q_rows) if q_rows else 0
-    swept = (
-        absorbed_workspace_bytes(need, cap, q_rows, itemsize=b, k_block=scores, tokens=tokens) if steps.sweeps else 0
-    )
-    if not steps.chunks:
-        return swept
-    return swept + expanded_workspace_bytes(need, cap, itemsize=b, q_block=Q_BLOCK, k_block=K_BLOCK, tokens=tokens)
+    bound = 0
+    if steps.sweeps:
+        bound += absorbed_workspace_bytes(need, cap, q_rows, itemsize=b, k_block=scores, tokens=tokens)
+    if steps.chunks:
+        bound += expanded_workspace_bytes(need, cap, itemsize=b, q_block=Q_BLOCK, k_block=K_BLOCK, tokens=tokens)
+    return bound
 
 
 def _sweep(items: list, need: Need, cap: int) -> Sweep:
@@ -208,19 +204,18 @@ def _attend_sweep(
         own = torch.minimum(at, sweep.kv_lens[:active, None] - 1)  # a key past the end stands in for itself, masked
         page = batch.block_table[sweep.requests[:active, None], own // need.page_size].to(torch.int64)
         slots = (page * need.page_size + own % need.page_size).flatten()
-        rows = cache.gather(
-            slots, plan.scratch("rows", (slots.shape[0], need.layout.storage_width), need.layout.storage_dtype)
-        )
+        width = need.layout.storage_width
+        rows = cache.gather(slots, plan.scratch("rows", (slots.shape[0], width), need.layout.storage_dtype))
         kv_c, k_pe = (x.to(wide).view(active, stop - start, x.shape[-1]) for x in need.layout.read(rows))
         scores = torch.bmm(q_latent[:active], kv_c.transpose(1, 2))
         scores.baddbmm_(q_pe[:active], k_pe.transpose(1, 2))
         scores.view(active, query_len, need.N, -1).masked_fill_(at >= visible[:active], float("-inf"))
         _online(scores, kv_c, top[:active], total[:active], acc[:active])
         del scores, rows, kv_c, k_pe
-    live = total > 0
-    out_latent = torch.where(live, acc / torch.where(live, total, 1), 0).view(G * query_len, need.N, need.L)
-    state.out[flat] = torch.bmm(out_latent.transpose(0, 1), prepared.data["W_UV"]).transpose(0, 1)
-    state.lse[flat] = (top + total.log()).view(G * query_len, need.N)
+    out_latent = torch.where(total == 0, 0, acc / total).view(G * query_len, need.N, need.L)
+    out, lse = state.parts()
+    out[flat] = torch.bmm(out_latent.transpose(0, 1), prepared.data["W_UV"]).transpose(0, 1)
+    lse[flat] = (top + total.log()).view(G * query_len, need.N)
 
 
 def _attend_chunk(
@@ -230,10 +225,8 @@ def _attend_chunk(
     need, batch = plan.need, plan.batch
     n = chunk[-1].at + chunk[-1].stop - chunk[-1].start
     rows = plan.scratch("rows", (n, need.layout.storage_width), need.layout.storage_dtype)
-    k_nope, v = (
-        plan.scratch("k_nope", (need.N, n, need.P), need.dtype),
-        plan.scratch("v", (need.N, n, need.V), need.dtype),
-    )
+    k_nope = plan.scratch("k_nope", (need.N, n, need.P), need.dtype)
+    v = plan.scratch("v", (need.N, n, need.V), need.dtype)
     for span in chunk:
         for start in range(span.start, span.stop, K_BLOCK):
             stop, at = min(start + K_BLOCK, span.stop), span.at + start - span.start
@@ -252,15 +245,16 @@ def _attend_chunk(
             block = range(first, min(first + Q_BLOCK, queries.stop))
             partial = _attend_block(q, block, k_nope[:, part], k_pe[part], v[:, part], span.start, plan)
             if partial is not None:
-                held = AttentionState(state.out[block.start : block.stop], state.lse[block.start : block.stop])
-                whole = merge(held, partial)
-                held.out.copy_(whole.out), held.lse.copy_(whole.lse)
+                out, lse = (x[block.start : block.stop] for x in state.parts())
+                merged = merge(AttentionState(out, lse), partial)
+                for held, new in zip((out, lse), merged.parts(), strict=True):
+                    held.copy_(new)
 
 
 def _attend_block(
     q: Query, rows: range, k_nope: Tensor, k_pe: Tensor, v: Tensor, first_key: int, plan: Plan
 ) -> AttentionState | None:
-    """Expanded form of one block of query rows over one span, online softmax over key blocks; None where it sees nothing."""
+    """Expanded form of a block of query rows over one span, by key blocks; None where it sees nothing."""
     need, wide, block = plan.need, plan.need.compute_dtype, slice(rows.start, rows.stop)
     seen = [plan.steps.visible[r] - first_key for r in rows]
     if max(seen) <= 0:
@@ -278,13 +272,12 @@ def _attend_block(
             scores.masked_fill_(torch.arange(start, stop, device=need.device) >= visible, float("-inf"))
         _online(scores, v[:, start:stop].to(wide), top, total, acc)
         del scores, flat
-    live = total > 0
-    out = torch.where(live, acc / torch.where(live, total, 1), 0).transpose(0, 1)
+    out = torch.where(total == 0, 0, acc / total).transpose(0, 1)
     return AttentionState(out, (top + total.log())[..., 0].T)
 
 
 def _online(scores: Tensor, values: Tensor, top: Tensor, total: Tensor, acc: Tensor) -> None:
-    """Fold one block of scores (B, rows, k), overwritten, and values (B, k, width) into (max, sum, unnormalised output)."""
+    """Fold scores (B, rows, k), overwritten, and values (B, k, width) into (max, sum, unnormalised output)."""
     new = torch.maximum(top, scores.amax(-1, keepdim=True))
     base = new.masked_fill(new == float("-inf"), 0.0)
     shrink = torch.exp(top - base)

@@ -7,19 +7,20 @@ import random
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
 from mla.cache import CacheLayout, FloatRows
 from mla.config import yarn_mscale
-from mla.conformance.specs import SPECS, BatchSpec, spec
+from mla.conformance.specs import BatchSpec, spec
 from mla.errors import bad
 from mla.need import Need
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYOUTS: dict[str, Callable[[int, int], CacheLayout]] = {
-    f"rows_{name}": lambda L, R, dtype=dtype: FloatRows(L, R, dtype) for name, dtype in DTYPES.items()
+    f"rows_{name}": partial(FloatRows, dtype=dtype) for name, dtype in DTYPES.items()
 }
 NEEDLES = ("needle", "needle_first", "needle_middle", "needle_last", "needle_end")
 FAMILIES = ("randn", "peaked", *NEEDLES, "equal_keys", "large_logits")
@@ -29,7 +30,7 @@ REPLICAS, MOST_ROUNDINGS = 16, 100_000_000
 
 @dataclass(frozen=True)
 class Dims:
-    """Head sizes by name. The softmax scale is V3's, (P+R)^-0.5 m(40, 1)^2, so that no scale made from widths alone passes."""
+    """Head sizes by name. The softmax scale has V3's YaRN term, so that no scale made from widths alone passes."""
 
     name: str
     N: int
@@ -84,11 +85,12 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", self.layout or f"rows_{self.dtype}")
         object.__setattr__(self, "page_size", self.page_size or self.batch.page_size)
-        known = {"dtype": DTYPES, "layout": LAYOUTS, "family": FAMILIES, "slots": SLOTS}
+        known = {"dtype": tuple(DTYPES), "layout": tuple(LAYOUTS), "family": FAMILIES, "slots": SLOTS}
         for name, values in known.items():
-            if getattr(self, name) not in values:
-                expected, fix = f"one of {', '.join(values)}", "see mla.conformance.cases"
-                raise bad(name, expected=expected, got=repr(getattr(self, name)), fix=fix)
+            value = getattr(self, name)
+            if value not in values:
+                expected = f"one of {', '.join(values)}"
+                raise bad(name, expected=expected, got=repr(value), fix="see mla.conformance.cases")
 
     @property
     def id(self) -> str:
@@ -124,14 +126,16 @@ def find(case_id: str) -> Case:
     """Return the case of an id; raises ValueError where a part of it is unknown."""
     parts = case_id.split("-")
     dims, batch, dtype, layout, family, slots, page, seed, *rest = parts if len(parts) >= 8 else [""] * 8
-    if dims not in DIMS or not page[1:].isdigit() or not seed[1:].isdigit() or rest not in ([], ["nolse"]):
-        expected = "dims-batch-dtype-layout-family-slots-pPAGE-sSEED[-nolse]"
-        raise bad("case", expected=expected, got=repr(case_id), fix="copy an id from `mla check`")
-    return Case(spec(batch), DIMS[dims], dtype, layout, family, slots, int(page[1:]), int(seed[1:]), not rest)
+    if dims in DIMS and page[1:].isdigit() and seed[1:].isdigit():
+        case = Case(spec(batch), DIMS[dims], dtype, layout, family, slots, int(page[1:]), int(seed[1:]), not rest)
+        if case.id == case_id:
+            return case
+    expected = "dims-batch-dtype-layout-family-slots-pPAGE-sSEED[-nolse]"
+    raise bad("case", expected=expected, got=repr(case_id), fix="copy an id from `mla check`")
 
 
 def roundings(case: Case, rows: Iterable[int] | None = None, heads: int | None = None) -> int:
-    """Return what the budget of some rows (all by default) costs: K S N (P + V + 2 rows) roundings summed over requests."""
+    """Return what the budget of some rows (all by default) costs: K S N (P + V + 2 rows) roundings, over requests."""
     d, visible = case.dims, case.batch.visible()
     wanted = set(range(len(visible)) if rows is None else rows)
     starts, total = [0, *accumulate(case.batch.query_lens)], 0
@@ -145,8 +149,8 @@ def roundings(case: Case, rows: Iterable[int] | None = None, heads: int | None =
 def sample_rows(case: Case, most: int = MOST_ROUNDINGS) -> tuple[list[int] | None, list[int] | None]:
     """Return the rows and the heads to compare, None for all: as many as cost at most `most` roundings.
 
-    First and last row of every request, padding, then random rows while they fit; if those alone are too many, fewer heads
-    but at least 2, the last one among them. Source: docs/explanation/design.md, "When is a result right", rule 9.
+    First and last row of every request and padding, then random rows while they fit; if the first are too many, fewer
+    heads but at least 2, the last one among them. Source: docs/explanation/design.md, "When is a result right", rule 9.
     """
     if roundings(case) <= most:
         return None, None

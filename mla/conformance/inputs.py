@@ -18,6 +18,7 @@ float64 and rounded to the case's dtype once.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Return new tensors for a case, q.nope (T, N, P) and so on: the same numbers for the same case on every machine."""
+    """Return new tensors for a case, q.nope (T, N, P) and so on: the same numbers on every machine."""
     d, batch_spec = case.dims, case.batch
     random = np.random.Generator(np.random.SFC64(case.random_seed))
     z = lambda *shape: torch.from_numpy(random.standard_normal(shape))
@@ -88,7 +89,7 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
 
 
 def poison(cache: PagedLatentCache) -> None:
-    """Fill a cache, data (pages, page_size, storage_width), with NaN, +inf and -inf in turn, bytes of 255 where it holds bytes."""
+    """Fill a cache, data (pages, page_size, storage_width), with NaN, +inf and -inf in turn; bytes become 255."""
     data = cache.data
     if not data.is_floating_point() or data.dtype.itemsize < 2:
         data.view(torch.uint8).fill_(255)
@@ -147,7 +148,7 @@ def _family(
 
 
 def _toward_needle(q: Tensor, keys: Tensor, visible: Tensor, j: int, scale: float) -> Tensor:
-    """Return q + a k_j (T, N, P+R) with a such that key j of keys (S, N, P+R) has weight e / (1 + e) in every row and head.
+    """Return q + a k_j (T, N, P+R) such that key j of keys (S, N, P+R) has weight e / (1 + e) in every row and head.
 
     Its logit is then ln(S - 1) + 1 above the log-mean-exp of the rest: logit_j = 1 + lse of the others. That difference
     is concave in a, and Newton's method on a concave function comes to its root from the left without passing it.
@@ -179,7 +180,12 @@ def _place(case: Case, q: Tensor, keys: list[Tensor], up: Tensor, random: np.ran
     absurd = lambda b, i: (*ABSURD_PAGES, num_pages)[(b + i) % (len(ABSURD_PAGES) + 1)]
     full = [[*row, *(absurd(b, i) for i in range(width - len(row)))] for b, row in enumerate(tables)]
     table = torch.tensor(full, dtype=torch.int64).view(len(tables), width)
-    build = {"page_size": page, "num_pages": num_pages, "pad_tokens": s.pad_tokens, "device": device}
+    build: dict[str, Any] = {
+        "page_size": page,
+        "num_pages": num_pages,
+        "pad_tokens": s.pad_tokens,
+        "device": device,
+    }
     if s.mask == "rows":
         batch = AttentionBatch.rows(s.query_lens, s.seq_lens, table, s.visible(), **build)
     else:
@@ -188,7 +194,7 @@ def _place(case: Case, q: Tensor, keys: list[Tensor], up: Tensor, random: np.ran
     q, up = q.to(device, dtype), up.to(device, dtype).view(d.N, d.P + d.V, d.L).permute(2, 0, 1)
     rounded = [x.to(device, dtype) for x in keys]
     new, history, starts = q.new_full((s.num_tokens, d.L + d.R), float("nan")), [], [0, *accumulate(s.query_lens)]
-    for b, (query_len, S) in enumerate(zip(s.query_lens, s.seq_lens, strict=True)):
+    for b, S in enumerate(s.seq_lens):
         mine = slice(starts[b], starts[b + 1])
         at = batch.positions[mine]
         local = at < S

@@ -14,8 +14,8 @@ class BatchSpec:
     """One step by its lengths: what is new, what is cached, and what is unusual about it.
 
     `page_size` is the page of a layout that is about its edges, else the usual one. `mask` is the one of Need;
-    `row_kv_lens` gives the bounds for "rows". `unwritten` lists rows whose slot is -1 because their keys lie in the cache
-    already; `pad_tokens` rows at the end belong to no request.
+    `row_kv_lens` gives the bounds for "rows". `unwritten` lists rows whose slot is -1 because their keys are in the
+    cache already; `pad_tokens` rows at the end belong to no request.
     """
 
     name: str
@@ -58,7 +58,7 @@ def spec(name: str) -> BatchSpec:
 
 
 def page_edges(page: int) -> list[BatchSpec]:
-    """Return the layouts around a page of `page` rows: prefixes and new tokens that end just before, on and after it."""
+    """Return the layouts around a page of `page` rows: prefixes and new tokens that end before, on and after it."""
     half = page // 2
     layouts = {
         "edge_fill": ([0], [page]),

@@ -10,6 +10,7 @@ from mla.errors import bad
 
 PAGES = (1, 16, 32, 64, 128)
 QUICK = 5_000_000  # roundings
+OTHER_ROWS = {"bf16": "rows_f32", "f16": "rows_f32", "f32": "rows_bf16"}
 WIDE = (
     "small_decode", "small_prefill", "mixed_small", "edge_mixed_16", "edge_decode_64", "edge_across_128", "one_key",
     "verify_4", "rank_without_keys", "slot_minus_one", "padded_tail", "mixed_prefill_between",
@@ -25,7 +26,7 @@ def suite(name: str) -> list[Case]:
 
 
 def smoke() -> list[Case]:
-    """Return two 16-bit cases at toy size for every batch of moderate length: one with a needle, one of another family."""
+    """Return two 16-bit cases at toy size for every batch of moderate length: one with a needle, one without."""
     plain = [f for f in FAMILIES if f not in NEEDLES]
     cases = []
     for i, s in enumerate(s for s in SPECS.values() if roundings(Case(s)) <= QUICK):
@@ -37,7 +38,7 @@ def smoke() -> list[Case]:
 
 
 def full(seed: int = 0) -> list[Case]:
-    """Return a seeded cover, at most 400 cases, of all pairs of values of batch, family, size, dtype, layout, slots and page.
+    """Return a seeded cover, at most 400 cases, of all pairs of batch, family, size, dtype, layout, slots and page.
 
     The needle takes its places in turn; one case of eight asks for no LSE. Sizes of released models
     meet the batches in `WIDE`; batches about page edges keep their page.
@@ -47,7 +48,7 @@ def full(seed: int = 0) -> list[Case]:
         "family": ["needle", *(f for f in FAMILIES if f not in NEEDLES)],
         "dims": list(DIMS.values()),
         "dtype": ["bf16", "f16", "f32"],
-        "layout": ["", "rows_f32"],
+        "layout": ["own", "other"],
         "slots": list(SLOTS),
         "page_size": list(PAGES),
     }
@@ -55,12 +56,13 @@ def full(seed: int = 0) -> list[Case]:
     cases = []
     for i, row in enumerate(cover(fields, _possible, random.Random(seed))):
         family = next(places) if row["family"] == "needle" else row["family"]
-        cases.append(Case(**{**row, "family": family}, seed=i, lse=i % 8 != 7))
+        layout = OTHER_ROWS[row["dtype"]] if row["layout"] == "other" else ""
+        cases.append(Case(**{**row, "family": family, "layout": layout}, seed=i, lse=i % 8 != 7))
     return cases
 
 
 def _possible(row: Mapping) -> bool:
-    """Whether the fields chosen so far make a case: an edge batch on its own page, a size that the batch is meant for."""
+    """Whether the fields chosen so far make a case: an edge batch on its own page, a size meant for the batch."""
     batch, dims, page = row.get("batch"), row.get("dims"), row.get("page_size")
     if batch is None:
         return True
@@ -72,7 +74,7 @@ def _possible(row: Mapping) -> bool:
 def cover(fields: Mapping[str, Sequence], allowed: Callable[[Mapping], bool], chance: random.Random) -> list[dict]:
     """Return rows with one value per field such that every allowed pair of values of two fields is in some row.
 
-    Greedy: each row starts from a pair not yet covered and takes, field by field, the allowed value that covers the most
+    Greedy: each row starts from a pair not yet covered and takes, field by field, the allowed value that covers most
     new pairs; ties go to chance. `allowed` judges a row that is not complete yet.
     """
     names = list(fields)

@@ -51,7 +51,7 @@ class _Waiting:
 
 
 class Audit:
-    """Samples `rows_per_step` rows of each step (None: all), compares every tier's with one oracle, keeps the verdicts."""
+    """Samples `rows_per_step` rows of each step (None: all) and compares every tier's with one oracle."""
 
     def __init__(
         self, source: TokenSource, layout: CacheLayout, dtype: torch.dtype, rows_per_step: int | None, seed: int
@@ -66,10 +66,10 @@ class Audit:
         self, step: Step, requests: dict[int, Request], batch: AttentionBatch, q: Query,
         results: dict[str, AttentionState], caches: dict[str, PagedLatentCache],
     ) -> None:  # fmt: skip
-        """Sample rows of one step, q.nope (T, N, P) and each tier's out (T, N, V) and lse (T, N), and check whose turn it is.
+        """Sample rows of one step, q.nope (T, N, P) and each tier's out (T, N, V), lse (T, N); check whose turn it is.
 
-        Each tier's whole result is checked for finite values, and the cached rows of one request of the step for equality
-        with what was written.
+        Each tier's whole result is checked for finite values, and the cached rows of one request of the step for
+        equality with what was written.
         """
         T = batch.num_tokens
         everything = self.rows_per_step is None or self.rows_per_step >= T

@@ -22,6 +22,7 @@ from mla.serving.scheduler import Scheduler
 from mla.serving.source import TokenSource
 from mla.serving.step import Stats, Step
 from mla.serving.traces import Request
+from mla.state import AttentionState
 from mla.tier import Plan, Prepared, Tier
 from mla.weights import MLAWeights
 
@@ -47,7 +48,7 @@ class ReplaySpec:
 
 @dataclass
 class TierRun:
-    """One tier in a replay: its verdict, its reasons to refuse, and what it took (attention alone: write, plan, attend)."""
+    """One tier in a replay: verdict, reasons to refuse, and what it took (attention alone: write, plan, attend)."""
 
     name: str
     status: str = "ok"
@@ -106,7 +107,7 @@ def replay(
     by_id, scheduler, done = {r.id: r for r in requests}, _scheduler(spec, requests), 0
     for step in scheduler:
         batch, q, kv_c, k_pe = _inputs(step, by_id, source, spec, dry.pages)
-        results = {}
+        results: dict[str, AttentionState] = {}
         for lane in lanes:
             if lane.run.status == "ok":
                 state = _attend(lane, step, batch, q, kv_c, k_pe, measure=step.index in dry.measured)
@@ -126,7 +127,7 @@ def replay(
 
 @dataclass
 class _DryRun:
-    """What pool and scheduler alone tell beforehand: pages, tokens, the longest of everything, and the heaviest steps."""
+    """What pool and scheduler alone tell beforehand: pages, tokens, the longest of all, and the heaviest steps."""
 
     pages: int = 0
     tokens: int = 0
@@ -138,7 +139,8 @@ class _DryRun:
 
 
 def _dry_run(spec: ReplaySpec, requests: Sequence[Request]) -> _DryRun:
-    scheduler, dry, heaviest = _scheduler(spec, requests), _DryRun(), {}
+    scheduler, dry = _scheduler(spec, requests), _DryRun()
+    heaviest: dict[str, tuple[int, int]] = {}
     N, width = spec.config.N, spec.config.P + spec.config.V
     for step in scheduler:
         dry.steps += 1

@@ -47,7 +47,7 @@ class TokenSource:
         return kv_c, k_pe
 
     def _place(self, request: Request, position: int) -> tuple[int, int, tuple]:
-        """The block that holds a position: first, end (past the last token), and a name that says what its tokens are."""
+        """The block that holds a position: first, end (past the last token), and a name for what its tokens are."""
         prompt, size = request.input_length, request.block_size
         if position < prompt:
             k = position // size
