@@ -22,6 +22,7 @@ SETTINGS = tuple(RunSettings.model_fields)
 SIZES = ("model", "heads", "dtype", "cache_dtype")
 LIMITS = ("page_size", "token_budget", "max_running", "max_model_len")
 TIER_OPTIONS = ("form", "max_workspace_tokens", "tune_file")
+MACHINE = ("device", "threads")
 
 
 def _version(wanted: bool) -> None:
@@ -95,7 +96,7 @@ SUITE = typer.Option(metavar="smoke|full", help="smoke: two cases for each batch
 ALL = typer.Option("--all", help="Print every case, not only those that fail.")
 
 
-@command(app, (*TIER_OPTIONS, "device"))
+@command(app, (*TIER_OPTIONS, *MACHINE))
 def check(
     run: Run,
     tier: Annotated[str, TIER] = "paged",
@@ -179,7 +180,7 @@ CEILING = typer.Option(metavar="GPU", help="Put a roofline beside: a known GPU, 
 BESIDE = typer.Option(metavar="transformers", help="Time whole layers too, with that library's attention module.")
 
 
-@command(app, (*SIZES, "page_size", *TIER_OPTIONS, "device"), model="deepseek-v2-lite")
+@command(app, (*SIZES, "page_size", *TIER_OPTIONS, *MACHINE), model="deepseek-v2-lite", threads=None)
 def bench(
     run: Run,
     tiers: Annotated[list[str] | None, TIERS] = None,
@@ -223,16 +224,23 @@ def bench(
 
 FILE = typer.Option("--file", metavar="FILE", help="Where the tables are kept. [tune_file, else mla-tune.json]")
 LENS = typer.Option(metavar="N,N,...", help="New tokens of the grid.")
+VERIFY = typer.Option("--verify", help="Then time form = auto with that table beside both forms.")
 CONTEXTS = typer.Option(metavar="N,N,...", help="Cached tokens of the grid.")
 
 
-@command(app, ("model", "heads", "dtype", "max_workspace_tokens", "tune_file"), model="deepseek-v2-lite")
+@command(
+    app,
+    ("model", "heads", "dtype", "max_workspace_tokens", "tune_file", "threads"),
+    model="deepseek-v2-lite",
+    threads=None,
+)
 def tune(
     run: Run,
     file: Annotated[str | None, FILE] = None,
     query_lens: Annotated[str, LENS] = "1,4,16,64,128,256,512",
     contexts: Annotated[str, CONTEXTS] = "1,64,256,512,1024,4096,8192",
     repeats: Annotated[int, REPEATS] = 3,
+    verify: Annotated[bool, VERIFY] = False,
 ) -> Outcome:
     """Measure on this machine which form of the paged tier is faster where, and keep the table.
 
@@ -243,7 +251,7 @@ def tune(
     from mla.records import tune_record
     from mla.report_figures import tune_blocks
     from mla.resolve import case_of, counts_of, model_of, tables_of
-    from mla.tune import FormCosts, measure
+    from mla.tune import FormCosts, measure, regret
 
     s, path = run.settings, file or str(run.settings.tune_file or "mla-tune.json")
     kept, case = tables_of(path), case_of(s, model_of(s), "1q1")
@@ -255,7 +263,12 @@ def tune(
         table = measure(mha, mqa, case.dims, case.dtype, provenance, **grid, repeats=repeats, progress=tick)
     others = [t for t in kept if (t.size, t.dtype) != (table.size, table.dtype)]
     FormCosts((*others, table)).save(path)
-    return Outcome(tune_record(s, path, table), tune_blocks)
+    found = None
+    if verify:
+        auto = tier_of("paged", s.model_copy(update={"tune_file": path}))
+        with progress("verify", "pairs") as tick:
+            found = regret(auto, mha, mqa, case.dims, case.dtype, **grid, repeats=repeats, progress=tick)
+    return Outcome(tune_record(s, path, table, found), tune_blocks)
 
 
 @command(app, SETTINGS)

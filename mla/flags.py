@@ -47,6 +47,7 @@ def command(app: typer.Typer, names: Sequence[str], **defaults: Any) -> Callable
             with sentences():
                 check_target(json)
                 ready = _load(config, {name: given.pop(name) for name in names}, title, defaults)
+                _take_threads(ready.settings.threads)
                 outcome = function(ready, **given)
                 head = {"command": title, "exit": outcome.exit, "environment": environment(ready.settings.device)}
                 record = {**head, "settings": _settings_record(ready), **outcome.record}
@@ -94,6 +95,13 @@ def _load(config: Path | None, flags: dict[str, Any], title: str, defaults: Mapp
     changed = {name: value for name, value in defaults.items() if sources[name] == "default"}
     sources |= dict.fromkeys(changed, f"default of mla {title}")
     return Run(settings.model_copy(update=changed), sources)
+
+
+def _take_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def _settings_record(run: Run) -> dict[str, Any]:

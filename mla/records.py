@@ -154,9 +154,9 @@ def _bench_row(name: str, result: Any, model: Record, config: Any, gpu: Any) -> 
     }  # fmt: skip
 
 
-def tune_record(settings: RunSettings, file: str, table: Any) -> Record:
-    """Describe a table of form costs and the file that keeps it."""
-    return {"file": file, "model_name": settings.model, "table": dataclasses.asdict(table)}
+def tune_record(settings: RunSettings, file: str, table: Any, regret: Any) -> Record:
+    """Describe a table of form costs, the file that keeps it, and, if measured, auto time / better form's time."""
+    return {"file": file, "model_name": settings.model, "table": dataclasses.asdict(table), "regret": regret}
 
 
 def cost_record(model: Record, config: Any, batch: str, gpus: Sequence[Any], itemsize: int) -> Record:

@@ -28,6 +28,7 @@ def compare_blocks(record: Record) -> list[Block]:
 def _compare_head(record: Record, ran: Sequence[Record]) -> dict[str, str]:
     trace, model, stats, rows = record["trace"], record["model"], record["stats"], record["audit"]["rows_per_step"]
     hit, blocks = stats["prefix_blocks_hit"], stats["prefix_blocks"]
+    which = "all rows" if rows is None else f"up to {count(rows, 'row')}"
     audited = max((tier["rows"] for tier in ran), default=0)
     tokens = f"{trace['prompt_tokens']} prompt and {trace['output_tokens']} output tokens"
     return {
@@ -40,8 +41,7 @@ def _compare_head(record: Record, ran: Sequence[Record]) -> dict[str, str]:
         f"{stats['peak_pages']} in use at most; "
         f"{count(stats['preemptions'], 'preemption')}, {count(stats['evictions'], 'eviction')}, "
         f"{count(stats['copies'], 'page')} copied on write",
-        "audited": f"{'all rows' if rows is None else count(rows, 'row')} of each step, {audited} in all, "
-        "against the float64 oracle",
+        "audited": f"{which} of each step, {audited} in all, against the float64 oracle",
     }
 
 

@@ -3,6 +3,8 @@
 Axes: N heads, L KV rank, P nope, R rope, V value.
 """
 
+from collections.abc import Sequence
+
 from mla.output import Block, Grid
 from mla.report import Record, count, mebi, model_line, number, ratio, sentences_of
 
@@ -74,18 +76,22 @@ def _bench_row(row: Record, bound: bool) -> tuple[str, ...]:
 def tune_blocks(record: Record) -> list[Block]:
     """Lay out a table of form costs: how long expanding takes of what absorbing takes, by new tokens and context."""
     table = record["table"]
-    rows = [
-        (str(query_len), *(f"{a / b:.2f}" for a, b in zip(mha, mqa, strict=True)))
-        for query_len, mha, mqa in zip(table["query_lens"], table["mha"], table["mqa"], strict=True)
-    ]
+    ratios = [[a / b for a, b in zip(*rows, strict=True)] for rows in zip(table["mha"], table["mqa"], strict=True)]
     size = ", ".join(f"{axis} {value}" for axis, value in zip("NLPRV", table["size"], strict=True))
     head = {"model": f"{record['model_name']}: {size}; {table['dtype']}", "measured": table["provenance"]}
-    titles = ("new \\ cached", *map(str, table["contexts"]))
     note = (
         "Time expanded (mha) over time absorbed (mqa); below 1.00 expanding wins.\n"
         f"Written to {record['file']}; use it with --tune-file {record['file']} or MLA_TUNE_FILE={record['file']}."
     )
-    return [head, Grid(titles, rows), note]
+    if record["regret"] is None:
+        return [head, _ratio_grid(table, ratios), note]
+    chosen = "Time of form = auto with this table over the better form's; 1.00 is a right choice, the rest is noise or regret."
+    return [head, _ratio_grid(table, ratios), note, _ratio_grid(table, record["regret"]), chosen]
+
+
+def _ratio_grid(table: Record, ratios: Sequence[Sequence[float]]) -> Grid:
+    rows = [(str(n), *(f"{x:.2f}" for x in row)) for n, row in zip(table["query_lens"], ratios, strict=True)]
+    return Grid(("new \\ cached", *map(str, table["contexts"])), rows)
 
 
 def cost_blocks(record: Record) -> list[Block]:

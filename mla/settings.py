@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -135,6 +135,10 @@ class RunSettings(BaseSettings):
     )
     seed: Annotated[int, BeforeValidator(_at_least(0))] = Field(0, description="Seed of weights and hidden states.")
     device: Annotated[str, BeforeValidator(_device)] = Field("cpu", description="Torch device: cpu, cuda, cuda:0, ...")
+    threads: Count | None = Field(
+        1,
+        description="CPU threads; none: torch's choice. More than 1 slows small models, above all on shared cores.",
+    )
 
     @model_validator(mode="after")
     def _workspace_holds_a_page(self) -> "RunSettings":
@@ -190,7 +194,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _none(key: str, value: Any) -> Any:
     # As in the environment: the only way to say on the command line that a value of the file shall not hold.
     field = RunSettings.model_fields.get(key)
-    return None if value == "none" and field is not None and field.default is None else value
+    return None if value == "none" and field is not None and type(None) in get_args(field.annotation) else value
 
 
 def _unknown(keys: Iterable[str], source: Source, prefix: str = "") -> list[Exception]:

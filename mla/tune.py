@@ -114,21 +114,39 @@ def measure(
     `mha` and `mqa` are the same tier with its form forced; `dtype` is a case's short name (f32, bf16, f16).
     `progress(done, total)` is called after each pair.
     """
-    times: dict[str, list[list[float]]] = {"mha": [], "mqa": []}
+    times = time_grid([mha, mqa], dims, dtype, query_lens, contexts, repeats, progress)
+    size = (dims.N, dims.L, dims.P, dims.R, dims.V)
+    return FormTable(size, str(DTYPES[dtype]).removeprefix("torch."), query_lens, contexts, *times, provenance)
+
+
+def regret(
+    auto: Tier, mha: Tier, mqa: Tier, dims: Dims, dtype: str,
+    query_lens: tuple[int, ...] = QUERY_LENS, contexts: tuple[int, ...] = CONTEXTS, repeats: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[tuple[float, ...], ...]:  # fmt: skip
+    """Time the tier that chooses beside both forced forms: auto time / the better form's time, for each pair of the grid.
+
+    1 is a right choice, less is noise. Arguments as in `measure`.
+    """
+    chosen, a, b = time_grid([auto, mha, mqa], dims, dtype, query_lens, contexts, repeats, progress)
+    cells = lambda x, y, z: tuple(u / min(v, w) for u, v, w in zip(x, y, z, strict=True))
+    return tuple(cells(*rows) for rows in zip(chosen, a, b, strict=True))
+
+
+def time_grid(
+    tiers: list[Tier], dims: Dims, dtype: str, query_lens: tuple[int, ...], contexts: tuple[int, ...], repeats: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[tuple[tuple[float, ...], ...]]:  # fmt: skip
+    """Return, for each tier, its median milliseconds by query length and context; the tiers take turns in each pair."""
+    medians: list[list[list[float]]] = [[[] for _ in query_lens] for _ in tiers]
     for i, query_len in enumerate(query_lens):
-        for rows in times.values():
-            rows.append([])
         for j, context in enumerate(contexts):
-            calls = attend_calls(
-                [mha, mqa], Case(spec(f"1q{query_len}s{query_len + context}"), dims, dtype, page_size=64)
-            )
-            for rows, timing in zip(times.values(), timed_together(calls, repeats, warmup=1), strict=True):
-                rows[-1].append(timing.median_ms)
+            case = Case(spec(f"1q{query_len}s{query_len + context}"), dims, dtype, page_size=64)
+            for rows, timing in zip(medians, timed_together(attend_calls(tiers, case), repeats, warmup=1), strict=True):
+                rows[i].append(timing.median_ms)
             if progress is not None:
                 progress(i * len(contexts) + j + 1, len(query_lens) * len(contexts))
-    size = (dims.N, dims.L, dims.P, dims.R, dims.V)
-    name = str(DTYPES[dtype]).removeprefix("torch.")
-    return FormTable(size, name, query_lens, contexts, _tuples(times["mha"]), _tuples(times["mqa"]), provenance)
+    return [_tuples(m) for m in medians]
 
 
 def _locate(grid: tuple[int, ...], value: int) -> tuple[int, float]:

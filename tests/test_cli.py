@@ -525,6 +525,10 @@ def test_tune_measures_a_grid_and_keeps_tables_of_other_sizes(tmp_path):
     assert min(ms for form in ("mha", "mqa") for row in record["table"][form] for ms in row) > 0
     assert re.search(r"^ +8( +\d+\.\d\d){3}$", out, re.MULTILINE)
     assert f"--tune-file {path}" in out
+    assert record["regret"] is None
+    code, record, out = record_of(tmp_path, "tune", "--model", "toy", *grid, "--verify")
+    assert [len(row) for row in record["regret"]] == [3, 3]
+    assert len(re.findall(r"^new \\ cached +1 +16 +32$", out, re.MULTILINE)) == 2
     for _ in range(2):  # the second replaces the first of its size
         assert mla_run("tune", "--model", "toy", "--heads", "2", *grid)[0] == 0
     assert [table["size"][0] for table in json.loads(path.read_text())["tables"]] == [3, 2]

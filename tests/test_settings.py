@@ -20,6 +20,7 @@ def test_defaults_are_the_documented_ones():
     assert (settings.model, settings.page_size, settings.token_budget, settings.max_running) == ("toy", 64, 2048, 32)
     assert (settings.dtype, settings.cache_dtype, settings.form, settings.device) == ("float32", None, "auto", "cpu")
     assert settings.trace is settings.requests is settings.num_pages is settings.max_workspace_tokens is None
+    assert settings.threads == 1
     assert settings.tune_file is settings.max_model_len is settings.heads is None
     assert settings.tiers == ("naive:mha", "naive:mqa", "paged", TierPair("paged", "naive:mha"), "template")
     assert origin == dict.fromkeys(RunSettings.model_fields, "default")
@@ -49,6 +50,7 @@ def test_a_flag_that_was_not_given_hides_nothing(monkeypatch):
 def test_a_flag_takes_a_value_of_the_file_away_with_none(tmp_path):
     settings, origin = load_settings(toml(tmp_path, "requests = 8\n"), {"requests": "none"})
     assert (settings.requests, origin["requests"]) == (None, "flag")
+    assert load_settings(overrides={"threads": "none"})[0].threads is None
     with pytest.raises(ValueError, match=r"^page_size: .*got 'none' \(flag\)"):
         load_settings(overrides={"page_size": "none"})
 
@@ -105,7 +107,7 @@ def test_unknown_variable_names_the_nearest_variable(monkeypatch):
 
 
 def test_unknown_flag_and_a_name_like_no_other():
-    with pytest.raises(ValueError, match=r"^zzz: .*\(flag\)\. Fix: use one of model, .*device\.$"):
+    with pytest.raises(ValueError, match=r"^zzz: .*\(flag\)\. Fix: use one of model, .*threads\.$"):
         load_settings(overrides={"zzz": 1})
 
 

@@ -13,6 +13,7 @@ from mla.cost import absorbed_workspace_bytes, expanded_workspace_bytes
 from mla.memory import LiveStorages
 from mla.need import Capacity, Need
 from mla.projections import Query, UpProjection
+from small_case import make_case
 
 N, L, P, R, V, PAGE, CAP = 2, 512, 128, 64, 128, 64, 8192
 LENGTHS = [(1, 16384), (1, 65536), (96, 16384), (96, 65536)]
@@ -83,3 +84,12 @@ def test_scratch_is_known_from_the_capacity_alone_and_never_more_than_can_exist(
     ):
         need = Need(**sizes, capacity=capacity)
         assert tiers.get("paged").plan(need, nobody).nbytes == rows * row
+
+
+@pytest.mark.parametrize("form", ["mha", "mqa"])
+def test_more_requests_than_the_cap_has_rows_still_keep_to_it(form):
+    capacity = Capacity(max_requests=20, max_tokens=64, max_query_len=32, max_seq_len=64)
+    case = make_case([1] * 10, [30] * 10, capacity=capacity)
+    tier = tiers.get("paged", form=form, max_workspace_tokens=4)
+    case.check(case.run(tier))
+    assert tier.plan(case.need, case.batch).sizes["rows"][0][0] == 4

@@ -125,7 +125,7 @@ class PagedTier(Tier):
         steps.chunks = pack_chunks(keys, cap, need.page_size)
         for query_len, found in sorted(items.items()):
             group = sorted((i for i in found if i[0]), key=lambda i: -i[0])
-            width = max(1, q_block // query_len)
+            width = max(1, min(q_block // query_len, cap))
             steps.sweeps += [_sweep(group[g : g + width], need, cap) for g in range(0, len(group), width)]
         result.steps, result.sizes = steps, self._sizes(need, cap, steps)
         result.report = {"forms": forms, "chunks": len(steps.chunks), "sweeps": len(steps.sweeps)}
