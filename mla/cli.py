@@ -265,7 +265,7 @@ def tune(
     FormCosts((*others, table)).save(path)
     found = None
     if verify:
-        auto = tier_of("paged", s.model_copy(update={"tune_file": path}))
+        auto = tier_of("paged", s.model_copy(update={"tune_file": path, "form": "auto"}))
         with progress("verify", "pairs") as tick:
             found = regret(auto, mha, mqa, case.dims, case.dtype, **grid, repeats=repeats, progress=tick)
     return Outcome(tune_record(s, path, table, found), tune_blocks)

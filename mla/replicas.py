@@ -88,8 +88,8 @@ def expected_error(
     """Return (e_out, e_lse), both (T, N) float64: the RMS error over replicas, the larger of the two forms.
 
     e = max over forms of sqrt(mean_k |replica_k - truth|^2); `truth` is (out (T, N, V), lse (T, N)) of the oracle.
-    Rounded in each replica: q_latent, or k_nope and v; the probabilities; the latent output; the output; scores to float32.
-    Form "latent" rounds the probabilities and the output only (the inner kernel of an absorbed tier).
+    Rounded in each replica: q_latent, or k_nope and v; the probabilities; the latent output; the output; and scores to
+    float32. Form "latent" rounds the probabilities and the output only (the inner kernel of an absorbed tier).
     Raises ValueError for a dtype that replicas cannot round to.
     """
     if dtype not in UNIT_ROUNDOFF:

@@ -85,7 +85,7 @@ def tune_blocks(record: Record) -> list[Block]:
     )
     if record["regret"] is None:
         return [head, _ratio_grid(table, ratios), note]
-    chosen = "Time of form = auto with this table over the better form's; 1.00 is a right choice, the rest is noise or regret."
+    chosen = "Time of form = auto with this table over the better form's; 1.00 is a right choice."
     return [head, _ratio_grid(table, ratios), note, _ratio_grid(table, record["regret"]), chosen]
 
 

@@ -114,9 +114,9 @@ def measure(
     `mha` and `mqa` are the same tier with its form forced; `dtype` is a case's short name (f32, bf16, f16).
     `progress(done, total)` is called after each pair.
     """
-    times = time_grid([mha, mqa], dims, dtype, query_lens, contexts, repeats, progress)
-    size = (dims.N, dims.L, dims.P, dims.R, dims.V)
-    return FormTable(size, str(DTYPES[dtype]).removeprefix("torch."), query_lens, contexts, *times, provenance)
+    expanded, absorbed = time_grid([mha, mqa], dims, dtype, query_lens, contexts, repeats, progress)
+    size, name = (dims.N, dims.L, dims.P, dims.R, dims.V), str(DTYPES[dtype]).removeprefix("torch.")
+    return FormTable(size, name, query_lens, contexts, expanded, absorbed, provenance)
 
 
 def regret(
@@ -124,7 +124,7 @@ def regret(
     query_lens: tuple[int, ...] = QUERY_LENS, contexts: tuple[int, ...] = CONTEXTS, repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[tuple[float, ...], ...]:  # fmt: skip
-    """Time the tier that chooses beside both forced forms: auto time / the better form's time, for each pair of the grid.
+    """Time the tier that chooses beside both forced forms; return auto time / the better form's time for each pair.
 
     1 is a right choice, less is noise. Arguments as in `measure`.
     """

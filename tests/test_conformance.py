@@ -605,6 +605,14 @@ def test_poison_and_absurd_pages_are_everywhere_nobody_may_read():
     assert bool(inputs.new_kv_c[9:].isnan().all())
 
 
+def test_queries_are_nan_exactly_where_a_row_sees_no_key():
+    for name in ("zero_rows_prefill", "rank_some_rows", "padded_tail", "all_rows_empty"):
+        inputs = make_inputs(Case(SPECS[name]))
+        for part in inputs.q:
+            assert torch.equal(part.isnan().all(-1).all(-1), inputs.batch.row_kv_lens == 0)
+            assert torch.equal(part.isnan().any(-1).any(-1), inputs.batch.row_kv_lens == 0)
+
+
 def test_old_rows_and_new_rows_make_up_all_keys():
     case = Case(SPECS["slot_minus_one"])  # new tokens 4, 1, 6; the first two rows and rows 4 to 6 are not written
     inputs = make_inputs(case)

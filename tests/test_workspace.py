@@ -5,6 +5,7 @@ T new tokens, S cached tokens, N heads, L KV rank, P nope, R rope, V value.
 
 import pytest
 import torch
+from small_case import make_case
 
 import tiers
 from mla.batch import AttentionBatch
@@ -13,7 +14,6 @@ from mla.cost import absorbed_workspace_bytes, expanded_workspace_bytes
 from mla.memory import LiveStorages
 from mla.need import Capacity, Need
 from mla.projections import Query, UpProjection
-from small_case import make_case
 
 N, L, P, R, V, PAGE, CAP = 2, 512, 128, 64, 128, 64, 8192
 LENGTHS = [(1, 16384), (1, 65536), (96, 16384), (96, 65536)]

@@ -202,8 +202,8 @@ def _compare(state: AttentionState, made: Reference, heads: tuple[int, ...] | No
     there = lambda place: None if place is None else (place[0], heads[place[1]])
     within = dataclasses.replace(within, out_at=there(within.out_at), lse_at=there(within.lse_at))
     N, V = state.out.shape[1:]
-    nothing, none = state.out.new_zeros(0, N), made.rows[:0]
-    finite = compare(state, Reference(none, state.out.new_zeros(0, N, V), nothing, nothing, nothing, none.bool()))
+    rows, pairs = state.out.new_zeros(0), state.out.new_zeros(0, N)
+    finite = compare(state, Reference(rows.long(), pairs.new_zeros(0, N, V), pairs, pairs, pairs, rows.bool()))
     return within if finite.ok else finite
 
 

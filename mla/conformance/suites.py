@@ -26,13 +26,13 @@ def suite(name: str) -> list[Case]:
 
 
 def smoke() -> list[Case]:
-    """Return two 16-bit cases at toy size for every batch of moderate length: one with a needle, one without."""
+    """Return two cases at toy size for every batch of moderate length, one with a needle, one without."""
     plain = [f for f in FAMILIES if f not in NEEDLES]
     cases = []
     for i, s in enumerate(s for s in SPECS.values() if roundings(Case(s)) <= QUICK):
         page = s.page_size if s.edge else PAGES[i % len(PAGES)]
         for j, family in enumerate((NEEDLES[i % len(NEEDLES)], plain[i % len(plain)])):
-            dtype = ("bf16", "f16")[(i + j) % 2]
+            dtype = ("bf16", "f16", "f32")[(i + 2 * j) % 3]
             cases.append(Case(s, TOY, dtype, "", family, SLOTS[(i + j) % len(SLOTS)], page))
     return cases
 
