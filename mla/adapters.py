@@ -79,7 +79,7 @@ class ComposedTier(Tier):
             if not hasattr(tier, "attend"):
                 raise bad(half, expected="a tier", got=repr(tier), fix="tiers.get('paged') makes one", kind=TypeError)
         check_int("decode_query_len", self.decode_query_len, 1, "the longest query that counts as decode")
-        object.__setattr__(self, "name", f"decode={self.decode.name},prefill={self.prefill.name}")
+        object.__setattr__(self, "name", f"decode={self.decode.name}+prefill={self.prefill.name}")
 
     def _halves(self) -> tuple[tuple[str, Tier], ...]:
         return (("decode", self.decode), ("prefill", self.prefill))

@@ -7,11 +7,15 @@ latents to keys and values of every head, which costs fewer FLOPs when many quer
 Axes: T new tokens of one request, S its cached tokens, N heads, L KV rank, P nope, R rope, V value.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from mla.projections import Query, UpProjection, absorb_query, expand_keys_values, project_values
 from mla.state import AttentionState
+
+SCORES_AT_ONCE = 1 << 21
 
 
 def mha_form(
@@ -27,9 +31,14 @@ def mha_form(
     """
     q_nope, q_pe, kv_c, k_pe = _wide(q.nope, q.pe, kv_c, k_pe)
     k_nope, v = expand_keys_values(kv_c, up)  # (S, N, P), (S, N, V)
-    scores = torch.einsum("tnp,snp->tns", q_nope, k_nope) + torch.einsum("tnr,sr->tns", q_pe, k_pe)
-    probabilities, lse = _softmax(scores * softmax_scale, row_kv_lens)
-    return AttentionState(torch.einsum("tns,snv->tnv", probabilities, v), lse)
+    keys = torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], dim=-1)  # (S, N, P+R)
+    keys, v = keys.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # heads first, once
+
+    def attend(query: Tensor, row_kv_lens: Tensor) -> AttentionState:
+        probabilities, lse = _softmax(torch.einsum("tnd,nsd->tns", query, keys), row_kv_lens)
+        return AttentionState(torch.einsum("tns,nsv->tnv", probabilities, v), lse)
+
+    return _by_rows(attend, torch.cat([q_nope, q_pe], dim=-1) * softmax_scale, row_kv_lens, kv_c.shape[0])
 
 
 def mqa_form(
@@ -44,10 +53,14 @@ def mqa_form(
     """
     q_nope, q_pe, kv_c, k_pe = _wide(q.nope, q.pe, kv_c, k_pe)
     q_latent = absorb_query(q_nope, up.W_UK)  # (T, N, L)
-    scores = torch.einsum("tnl,sl->tns", q_latent, kv_c) + torch.einsum("tnr,sr->tns", q_pe, k_pe)
-    probabilities, lse = _softmax(scores * softmax_scale, row_kv_lens)
-    out_latent = torch.einsum("tns,sl->tnl", probabilities, kv_c)
-    return AttentionState(project_values(out_latent, up.W_UV), lse)
+    rows = torch.cat([kv_c, k_pe], dim=-1)  # (S, L+R)
+
+    def attend(query: Tensor, row_kv_lens: Tensor) -> AttentionState:
+        probabilities, lse = _softmax(torch.einsum("tnd,sd->tns", query, rows), row_kv_lens)
+        out_latent = torch.einsum("tns,sl->tnl", probabilities, kv_c)
+        return AttentionState(project_values(out_latent, up.W_UV), lse)
+
+    return _by_rows(attend, torch.cat([q_latent, q_pe], dim=-1) * softmax_scale, row_kv_lens, kv_c.shape[0])
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -56,10 +69,28 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
+def _by_rows(
+    attend: Callable[[Tensor, Tensor], AttentionState], query: Tensor, row_kv_lens: Tensor, keys: int
+) -> AttentionState:
+    """Attend some query rows at a time: rows do not depend on each other, and scores (T, N, S) of all would be huge.
+
+    A row without keys, whose query may be NaN, attends a zero query to the first key, and the result is replaced.
+    """
+    empty, step = (row_kv_lens == 0)[:, None], max(1, SCORES_AT_ONCE // max(1, query.shape[1] * keys))
+    query, visible = query.masked_fill(empty[..., None], 0.0), row_kv_lens.clamp(min=1)
+    states = [attend(*block).parts() for block in zip(query.split(step), visible.split(step), strict=True)]
+    out, lse = (torch.cat(column) for column in zip(*states, strict=True))
+    return AttentionState(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf")))
+
+
 def _softmax(scores: Tensor, row_kv_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities (T, N, S) and lse (T, N); a row without keys has probabilities 0 and lse -inf."""
+    """Return probabilities (T, N, S) and lse (T, N) of rows that each see a key, row_kv_lens (T,) >= 1.
+
+    The largest probability is exp(max - lse), which gives the LSE without another pass over exponentials.
+    """
+    if scores.shape[-1] == 0:
+        return scores, scores.new_zeros(scores.shape[:2])
     hidden = torch.arange(scores.shape[-1], device=scores.device) >= row_kv_lens[:, None, None]
     scores = scores.masked_fill(hidden, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    empty = (row_kv_lens == 0)[:, None]
-    return torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None]), lse
+    probabilities = torch.softmax(scores, dim=-1)
+    return probabilities, scores.amax(-1) - probabilities.amax(-1).log()

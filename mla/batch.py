@@ -4,7 +4,7 @@ Axes: T new tokens (packed over requests), B requests, S cached tokens.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -60,6 +60,19 @@ class AttentionBatch:
     def max_seq_len(self) -> int:
         """The most keys that a request of the step has; 0 for an empty batch."""
         return max(self.seq_lens_host, default=0)
+
+    def row_blocks(self, heads: int, scores: int = 1 << 21) -> Iterator[tuple[int, slice]]:
+        """Yield (request, rows) in order, the rows of a request cut so that heads * rows * keys is at most `scores`.
+
+        Rows do not depend on each other, so a cut changes no number; a block has at least one row. A plain tier that
+        materialises its scores stays within some megabytes that way.
+        """
+        first = 0
+        for request, (query_len, seq_len) in enumerate(zip(self.query_lens_host, self.seq_lens_host, strict=True)):
+            step = max(1, scores // max(1, heads * seq_len))
+            for start in range(first, first + query_len, step):
+                yield request, slice(start, min(start + step, first + query_len))
+            first += query_len
 
     def select(self, requests: Sequence[int]) -> tuple["AttentionBatch", Tensor]:
         """Return the batch of some requests, in that order, and the rows (n,) int64 of this batch that it consists of.

@@ -68,7 +68,7 @@ def tiers_of(settings: RunSettings) -> dict[str, Any]:
             )
             raise bad("tiers", expected="tiers of different names", got=got, fix=fix)
         named[tier.name] = str(spec), tier
-    return {spec if "+" in spec else name: tier for name, (spec, tier) in named.items()}
+    return {name: tier for name, (_, tier) in named.items()}
 
 
 @command(app, SETTINGS)

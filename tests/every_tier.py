@@ -10,5 +10,5 @@ def every_tier(page_size: int, keys: int = 0) -> dict[str, Tier]:
     found = {n: tiers.get(n) for n in ("naive:mha", "naive:mqa", "template", "paged", "paged:mha", "paged:mqa")}
     for form in ("auto", "mha", "mqa"):
         found[f"paged:{form} in {tiny} rows"] = tiers.get("paged", form=form, max_workspace_tokens=tiny)
-    found["decode=paged,prefill=naive"] = tiers.compose(tiers.get("paged"), tiers.get("naive"), decode_query_len=4)
+    found["decode=paged+prefill=naive"] = tiers.compose(tiers.get("paged"), tiers.get("naive"), decode_query_len=4)
     return found

@@ -172,7 +172,7 @@ def test_composed_in_16_bits(dtype):
 
 
 def test_the_name_says_both():
-    assert recorded()[2].name == "decode=a,prefill=b"
+    assert recorded()[2].name == "decode=a+prefill=b"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_both_halves_judge_the_same_layout_and_say_who_refuses():
     ]
     assert decode.asked("why_not")[0].layout == prefill.asked("why_not")[0].layout == need.layout
     with pytest.raises(
-        ValueError, match=r"^tier 'decode=a,prefill=b' refuses: decode: page_size = 4.* prefill: layout"
+        ValueError, match=r"^tier 'decode=a\+prefill=b' refuses: decode: page_size = 4.* prefill: layout"
     ):
         tier.plan(need, make_batch([1], [3], need))
 

@@ -400,12 +400,25 @@ def test_cost_of_a_prefill_and_of_ceilings_given_by_hand(tmp_path):
     words = ("cost", "--model", "toy", "--dtype", "float32", "--batch", "2q64", "--gpu", "mine:0.5:20")
     code, record, _ = record_of(tmp_path, *words)
     assert (code, record["winner"]) == (0, {"mine": "expanded"})
+    assert [record["settings"][name] for name in ("model", "heads", "dtype")] == [
+        *({"value": "toy", "source": "flag"}, {"value": None, "source": "default"}),
+        {"value": "float32", "source": "flag"},
+    ]
+    assert record["model"]["row_bytes"] == 160
     assert (record["gpus"][0]["flops"], record["gpus"][0]["bandwidth"]) == (0.5e12, 20e9)
     assert record["gpus"][0]["ridge"] == 25
     assert record["break_even"]["roofline"] == {"mine": 1}
     assert record["batch"] == {
         "text": "2q64", "requests": 2, "context": 0, "tokens": 128, "keys": 128, "pairs": 2 * 64 * 65 // 2,
     }  # fmt: skip
+
+
+def test_a_command_has_defaults_of_its_own_below_every_other_source(tmp_path, monkeypatch):
+    _, record, _ = record_of(tmp_path, "cost")
+    assert record["settings"]["model"] == {"value": "deepseek-v3", "source": "default of mla cost"}
+    assert record["settings"]["dtype"] == {"value": "bfloat16", "source": "default of mla cost"}
+    monkeypatch.setenv("MLA_MODEL", "toy")
+    assert record_of(tmp_path, "cost")[1]["settings"]["model"] == {"value": "toy", "source": "environment MLA_MODEL"}
 
 
 def test_cost_names_what_it_does_not_count():

@@ -207,9 +207,10 @@ def test_Q1_any_order_of_a_prefill_tail_decodes_and_a_prefill():
     requests = [(1, 40), (2, 21), (2, 33), (9, 9)]
     case = shared_case(tuple(q for q, _ in requests), tuple(s for _, s in requests), L=96)
     expected = {"mqa"}, {"mha"}
+    tried = {n: t for n, t in every_tier(4, 103).items() if n in ("naive:mha", "template", "paged") or "prefill=" in n}
     for order in itertools.permutations(range(4)):
         batch, rows = case.batch.select(order)
-        for name, tier in every_tier(4, 103).items():
+        for name, tier in tried.items():
             plan = tier.plan(case.need, batch)
             q = type(case.q)(*(x[rows] for x in case.q))
             state = tier.attend(q, case.cache, tier.prepare(case.up, case.need), plan)

@@ -68,12 +68,12 @@ def test_names_of_our_tiers():
 def test_options_go_to_the_tier():
     assert tiers.get("naive", form="mqa").name == "naive:mqa"
     assert tiers.get("paged:mha", max_workspace_tokens=64).max_workspace_tokens == 64
-    assert tiers.get({"decode": "naive", "prefill": "paged"}, form="mqa").name == "decode=naive:mqa,prefill=paged:mqa"
+    assert tiers.get({"decode": "naive", "prefill": "paged"}, form="mqa").name == "decode=naive:mqa+prefill=paged:mqa"
 
 
 def test_two_names_give_a_composed_tier():
     tier = tiers.get({"decode": "naive:mqa", "prefill": "paged:mha"})
-    assert tier.name == "decode=naive:mqa,prefill=paged:mha"
+    assert tier.name == "decode=naive:mqa+prefill=paged:mha"
     case = shared_case((1, 9), (5, 12))
     case.check(case.run(tier))
 

@@ -19,19 +19,17 @@ def attend(q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProje
     out = torch.zeros(batch.num_tokens, need.N, need.V, dtype=wide, device=need.device)
     lse = torch.full(out.shape[:2], float("-inf"), dtype=wide, device=need.device)
     q_latent = torch.einsum("tnp,lnp->tnl", q.nope.to(wide), up.W_UK.to(wide))
-    first = 0
-    for b, (query_len, S) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
-        rows = slice(first, first + query_len)
-        at = torch.arange(S, device=need.device)
+    query = torch.cat([q_latent, q.pe.to(wide)], dim=-1) * need.softmax_scale  # (T, N, L+R)
+    for b, rows in batch.row_blocks(need.N):
+        at = torch.arange(batch.seq_lens_host[b], device=need.device)
         pages = batch.block_table[b, at // batch.page_size].long()
         kv_c, k_pe = (x.to(wide) for x in cache.layout.read(cache.data[pages, at % batch.page_size]))  # (S, L), (S, R)
-        scores = (q_latent[rows] @ kv_c.T + q.pe[rows].to(wide) @ k_pe.T) * need.softmax_scale  # (q, N, S)
+        scores = query[rows] @ torch.cat([kv_c, k_pe], dim=-1).T  # (rows, N, S)
         hidden = at >= batch.row_kv_lens[rows, None, None]
         scores = scores.masked_fill(hidden, float("-inf"))
         lse[rows] = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse[rows][..., None]).masked_fill(hidden, 0.0)
         out[rows] = torch.einsum("tnl,lnv->tnv", weights @ kv_c, up.W_UV.to(wide))
-        first += query_len
     return AttentionState(out, lse)
 
 

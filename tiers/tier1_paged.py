@@ -26,7 +26,10 @@ from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare
 from mla.tune import FormCosts
 
 DEFAULT_WORKSPACE_TOKENS = 65536
-Q_BLOCK, K_BLOCK = 128, 512
+Q_BLOCK = 128
+BLOCK_SCORES = (
+    1 << 20
+)  # scores of one block over all heads: enough to keep the cores busy, little enough for the caches
 SWEEP_HEADS = 4096  # (row, head) pairs whose latent states are held at once
 SWEEP_SCORES = 1 << 22  # scores held at once in a sweep
 
@@ -164,6 +167,11 @@ class PagedTier(Tier):
         return deliver(state, plan, out)
 
 
+def k_block(need: Need) -> int:
+    """Keys of one block of the expanded form, fixed for the life of a layer: 512 at 16 heads, between 256 and 4096."""
+    return min(4096, max(256, BLOCK_SCORES // (need.N * Q_BLOCK)))
+
+
 def _bound(need: Need, cap: int, steps: Steps, tokens: int) -> int:
     """Bytes that attend holds at most beside its inputs, by the formulas of `mla.cost`; independent of the context."""
     b, q_rows = need.dtype.itemsize, max((s.rows.numel() for s in steps.sweeps), default=0)
@@ -172,7 +180,7 @@ def _bound(need: Need, cap: int, steps: Steps, tokens: int) -> int:
     if steps.sweeps:
         bound += absorbed_workspace_bytes(need, cap, q_rows, itemsize=b, k_block=scores, tokens=tokens)
     if steps.chunks:
-        bound += expanded_workspace_bytes(need, cap, itemsize=b, q_block=Q_BLOCK, k_block=K_BLOCK, tokens=tokens)
+        bound += expanded_workspace_bytes(need, cap, itemsize=b, q_block=Q_BLOCK, k_block=k_block(need), tokens=tokens)
     return bound
 
 
@@ -182,7 +190,7 @@ def _sweep(items: list, need: Need, cap: int) -> Sweep:
     room = min(cap, SWEEP_SCORES // (need.N * query_len))
     as_index = lambda values: torch.tensor(values, dtype=torch.int64, device=need.device)
     rows, requests = as_index([list(rows) for _, _, rows in items]), as_index([b for _, b, _ in items])
-    return Sweep(rows, requests, as_index(lens), sweep_strides(lens, room, K_BLOCK))
+    return Sweep(rows, requests, as_index(lens), sweep_strides(lens, room, k_block(need)))
 
 
 def _attend_sweep(
@@ -227,9 +235,10 @@ def _attend_chunk(
     rows = plan.scratch("rows", (n, need.layout.storage_width), need.layout.storage_dtype)
     k_nope = plan.scratch("k_nope", (need.N, n, need.P), need.dtype)
     v = plan.scratch("v", (need.N, n, need.V), need.dtype)
+    step = k_block(need)
     for span in chunk:
-        for start in range(span.start, span.stop, K_BLOCK):
-            stop, at = min(start + K_BLOCK, span.stop), span.at + start - span.start
+        for start in range(span.start, span.stop, step):
+            stop, at = min(start + step, span.stop), span.at + start - span.start
             keys = torch.arange(start, stop, device=need.device)
             page = batch.block_table[span.request, keys // need.page_size].to(torch.int64)
             part = slice(at, at + stop - start)
@@ -263,8 +272,9 @@ def _attend_block(
     q_nope, q_pe = (x[block].transpose(0, 1).to(wide) * need.softmax_scale for x in q)  # (N, q, P), (N, q, R)
     top = q_nope.new_full((need.N, len(rows), 1), float("-inf"))
     total, acc = torch.zeros_like(top), q_nope.new_zeros(need.N, len(rows), need.V)
-    for start in range(0, min(max(seen), k_pe.shape[0]), K_BLOCK):
-        stop = min(start + K_BLOCK, max(seen), k_pe.shape[0])
+    last, step = min(max(seen), k_pe.shape[0]), k_block(need)
+    for start in range(0, last, step):
+        stop = min(start + step, last)
         scores = torch.bmm(q_nope, k_nope[:, start:stop].to(wide).transpose(1, 2))  # (N, q, k)
         flat = scores.view(need.N * len(rows), stop - start)
         flat.addmm_(q_pe.reshape(need.N * len(rows), need.R), k_pe[start:stop].to(wide).T)

@@ -109,7 +109,8 @@ def check_same(name: str, now: Tensor | None, was: Tensor | None) -> None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    # a copy: an axis of length 1 counts as contiguous with any stride, but cannot be viewed as bytes
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @contextmanager
@@ -118,11 +119,11 @@ def uninitialised_memory_is_nan(device: str) -> Iterator[None]:
     if device != "cpu":
         yield
         return
-    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    was = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             yield
     finally:
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        torch.set_deterministic_debug_mode(was)
