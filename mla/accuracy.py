@@ -27,7 +27,7 @@ class Reference:
 
     rows (n,) int64 are the batch rows that were computed; out (n, N, V) and lse (n, N) float64 come from the oracle;
     out_limit (n, N) bounds rms(out - oracle) over V, lse_limit (n, N) bounds |lse - oracle|; empty (n,) marks rows that
-    see no key, where the only right answer is 0 and -inf. `heads` is the slice of heads computed (all by default).
+    see no key, where the only right answer is 0 and -inf.
     """
 
     rows: Tensor

@@ -140,7 +140,8 @@ def _form_error(problem: Problem, truth, form: str, dtype, work, replicas: int, 
         stored = noise.round(weights, dtype)
         out = (stored @ (fresh(values) if form == "mha" else values)) / total.to(work)
         if form == "mqa":
-            out = noise.round(out, dtype) @ up
+            folded = noise.round(out, dtype).transpose(0, 1).flatten(1, 2)  # (N, k*T, L): W_UV is not copied k times
+            out = (folded @ up).unflatten(1, (k, -1)).transpose(0, 1)
         out = noise.round(out, dtype).to(torch.float64)
         sum_out += (out - truth[0]).square().mean(-1).sum(0)
         sum_lse += (top[..., 0].to(torch.float64) + total[..., 0].log() - truth[1]).square().sum(0)
