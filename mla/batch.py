@@ -11,10 +11,20 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mla.checks import check_int, check_written_once, given_slots, lengths, own_slots, page_table
+from mla.checks import (
+    INT32_MAX,
+    check_device,
+    check_int,
+    check_written_once,
+    given_slots,
+    lengths,
+    own_slots,
+    page_table,
+)
 from mla.errors import bad
 
 MASKS = ("causal", "full", "rows")
+MAX_REQUESTS = 2**20  # of a batch that is written in the grammar
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +174,7 @@ class AttentionBatch:
         visible = lengths("row_kv_lens", row_kv_lens, "(T,)")
         page_size = check_int("page_size", page_size, 1, "use the cache's page size")
         num_pages = check_int("num_pages", num_pages, 0, "pass the pages of the pool")
+        check_device(device)
         pad_tokens = check_int("pad_tokens", pad_tokens, 0, "count the empty rows at the end")
         if mask not in MASKS:
             raise bad("mask", expected=f"one of {MASKS}", got=repr(mask), fix="'rows' for explicit bounds")
@@ -207,26 +218,35 @@ def parse_batch(text: str) -> tuple[list[int], list[int]]:
 
     Each part is [count]q[query_len]s[seq_len]; a part without `s` has seq_len = query_len (a fresh prompt). Numbers
     may end in `k` (x 1024). Returns (query_lens, seq_lens) in tokens, seq_lens counting the new tokens.
-    Raises ValueError with the part that does not fit. Example: `2q2k_32q1s1k`.
+    Raises ValueError with the part that does not fit, or asks for more than 2^20 requests in all or for lengths of
+    2^31 tokens. Example: `2q2k_32q1s1k`.
     """
     query_lens: list[int] = []
     seq_lens: list[int] = []
     for part in text.split("_"):
-        match = re.fullmatch(r"([1-9]\d*)?q(\d+k?)(?:s(\d+k?))?", part)
+        match = re.fullmatch(r"([1-9]\d*)?q(\d+k?)(?:s(\d+k?))?", part, re.ASCII)
         if match is None:
             expected = "parts such as 16q1s4k or 2q2k joined by '_'"
             raise bad("batch", expected=expected, got=repr(part), fix="write COUNTqNEWsKEYS")
-        count, query, seq = match[1] or "1", _number(match[2]), _number(match[3] or match[2])
+        count, query, seq = _number(match[1] or "1"), _number(match[2]), _number(match[3] or match[2])
+        for got, most, what in (
+            (len(query_lens) + count, MAX_REQUESTS, "requests"),
+            (max(query, seq), INT32_MAX, "tokens"),
+        ):
+            if got > most:
+                raise bad("batch", expected=f"at most {most} {what}", got=repr(part[:40]), fix="ask for fewer")
         if seq < query:
             expected, fix = f"at least {query} keys in {part!r}", "s counts the new tokens too"
             raise bad("batch", expected=expected, got=str(seq), fix=fix)
-        query_lens += [query] * int(count)
-        seq_lens += [seq] * int(count)
+        query_lens += [query] * count
+        seq_lens += [seq] * count
     return query_lens, seq_lens
 
 
 def _number(text: str) -> int:
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+    digits = text.removesuffix("k").lstrip("0") or "0"
+    number = int(digits) if len(digits) < 20 else 10**20  # past every limit; int() refuses thousands of digits
+    return number * 1024 if text.endswith("k") else number
 
 
 def _visible(query_len: int, seq_len: int, mask: str) -> list[int]:

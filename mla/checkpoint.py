@@ -6,12 +6,14 @@ P nope, R rope, V value. `O, I` below are any matrix's output and input width.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mla.errors import bad
@@ -28,24 +30,47 @@ def tensor_files(path: "str | PathLike[str]") -> dict[str, Path]:
     """Return which file holds each tensor of a checkpoint, without reading any tensor.
 
     `path` is a safetensors file, or a folder with model.safetensors.index.json or model.safetensors. Raises ValueError
-    when it is neither.
+    when it is neither or is damaged, TypeError when it is no path.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise bad("path", expected="a path", got=repr(path), fix="pass the checkpoint's folder", kind=TypeError)
     path = Path(path)
     if path.is_dir() and (path / INDEX).is_file():
-        weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-        return {name: path / file for name, file in weight_map.items()}
+        return {name: path / file for name, file in _weight_map(path / INDEX).items()}
     file = path / SINGLE if path.is_dir() else path
     if not file.is_file():
         expected = f"a safetensors file, or a folder with {INDEX} or {SINGLE}"
         raise bad("path", expected=expected, got=repr(str(path)), fix="check the path")
-    with safe_open(file, framework="pt") as shard:
+    with _opened(file) as shard:
         return dict.fromkeys(shard.keys(), file)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise bad("path", expected="JSON", got=f"{index}: {error}", fix="download it again") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        expected = "a weight_map from tensor names to file names"
+        raise bad("path", expected=expected, got=f"{index} without one", fix="download it again")
+    return weight_map
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as shard:
+            yield shard
+    except SafetensorError as error:
+        got = f"{file}: {error}"
+        raise bad("path", expected="a whole safetensors file", got=got, fix="download it again") from error
 
 
 def read_tensors(files: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
     """Read the tensors whose name starts with `prefix`, (O, I) as stored, on the CPU; only their files are opened.
 
-    `files` comes from `tensor_files`. Raises ValueError naming a shard that is not there or lacks a tensor.
+    `files` comes from `tensor_files`. Raises ValueError naming a shard that is not there, is damaged or lacks a tensor.
     """
     wanted: dict[Path, list[str]] = {}
     for name, file in files.items():
@@ -55,7 +80,7 @@ def read_tensors(files: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
     for file, names in wanted.items():
         if not file.is_file():
             raise bad("path", expected=f"the shard {file.name} named by {INDEX}", got="no such file", fix="download it")
-        with safe_open(file, framework="pt") as shard:
+        with _opened(file) as shard:
             absent = sorted(set(names) - set(shard.keys()))
             if absent:
                 got = f"no {', '.join(absent)} in it"
@@ -68,8 +93,10 @@ def find_prefix(names: Iterable[str], layer: int) -> str:
     """Return the one prefix under which `names` hold MLA weights of `layer`, such as "model.layers.3.self_attn.".
 
     Models with two attentions a layer ("layers.1.self_attn.0.") count them as layers 2, 3 and so on. Raises ValueError
-    that lists the layers present, or the candidates when there are several.
+    that lists the layers present, or the candidates when there are several; TypeError when `layer` is no int.
     """
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise bad("layer", expected="an int", got=repr(layer), fix="layers count from 0", kind=TypeError)
     here, present = set(), set()
     for name in names:
         found = re.match(r"(.*?\blayers\.(\d+)\.self_attn\.(?:([01])\.)?)kv_\w+\.", "." + name)
@@ -95,8 +122,30 @@ def _ranges(numbers: set[int]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if complete else ", ".join(map(str, sorted(numbers)))
 
 
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError naming the argument `name` unless `dtype` is a torch float dtype of at least 16 bits."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        expected = "a torch float dtype of at least 16 bits"
+        raise bad(name, expected=expected, got=repr(dtype), fix=f"pass {name}=torch.float32", kind=TypeError)
+
+
+def check_block(block: tuple[int, int]) -> None:
+    """Raise ValueError, or TypeError for other types, unless `block` is two positive ints, rows and columns."""
+    fix = "pass the checkpoint's weight_block_size, such as (128, 128)"
+    if not isinstance(block, (tuple, list)) or any(isinstance(e, bool) or not isinstance(e, int) for e in block):
+        raise bad("block", expected="two positive ints", got=repr(block), fix=fix, kind=TypeError)
+    if len(block) != 2 or min(block) < 1:
+        raise bad("block", expected="two positive ints", got=repr(block), fix=fix)
+
+
 def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Return (ceil(O / block[0]), ceil(I / block[1])), one scale for each full or partial block of a weight (O, I)."""
+    """Return (ceil(O / block[0]), ceil(I / block[1])), one scale for each full or partial block of a weight (O, I).
+
+    Raises ValueError when the weight is not a matrix or `block` not two positive ints.
+    """
+    check_block(block)
+    if len(weight_shape) != 2:
+        raise bad("weight", expected="a matrix (O, I)", got=f"{tuple(weight_shape)}", fix="only matrices have blocks")
     return tuple(-(-size // edge) for size, edge in zip(weight_shape, block, strict=True))
 
 

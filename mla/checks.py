@@ -4,7 +4,7 @@ Axes: T new tokens (packed over requests), B requests, S cached tokens. A slot i
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,15 @@ def check_int(name: str, value: Any, low: int, fix: str) -> int:
     return number
 
 
+def check_device(device: Any) -> None:
+    """Raise ValueError or TypeError unless torch can put a tensor on `device`."""
+    kind = ValueError if isinstance(device, str | int | torch.device) else TypeError
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise bad("device", expected="a device of this machine", got=repr(device), fix="'cpu'", kind=kind) from error
+
+
 def check_equal(name: str, got: object, expected: object, fix: str, kind: type[Exception] = ValueError) -> None:
     """Raise `kind`, naming `name`, unless `got` equals `expected`."""
     if got != expected:
@@ -41,7 +50,11 @@ def integer_tensor(name: str, x: Tensor | np.ndarray, axes: str) -> Tensor:
 
     Raises TypeError for floats and booleans, ValueError for another number of axes.
     """
-    x = torch.as_tensor(x)
+    try:
+        x = torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        expected, got = f"integers of shape {axes}", str(error).splitlines()[0]
+        raise bad(name, expected=expected, got=got, fix="pass ints", kind=TypeError) from error
     if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
         raise bad(
             name, expected=f"integers of shape {axes}", got=str(x.dtype), fix=f"pass {name}.int()", kind=TypeError
@@ -60,7 +73,7 @@ def lengths(name: str, values: Sequence[int] | np.ndarray | Tensor, axes: str = 
     """
     if isinstance(values, Tensor | np.ndarray):
         values = integer_tensor(name, values, axes).tolist()
-    out = list(values)
+    out = _listed(name, values, f"ints of shape {axes}")
     if set(map(type, out)) <= {int} and min(out, default=0) >= 0 and max(out, default=0) <= INT32_MAX:
         return out
     out = [check_int(f"{name}[{i}]", v, 0, "lengths are counts of tokens") for i, v in enumerate(out)]
@@ -68,6 +81,13 @@ def lengths(name: str, values: Sequence[int] | np.ndarray | Tensor, axes: str = 
         i = out.index(max(out))
         raise bad(f"{name}[{i}]", expected=f"at most {INT32_MAX}", got=str(out[i]), fix="lengths are stored as int32")
     return out
+
+
+def _listed(name: str, values: Any, expected: str = "a row of page ids for each request") -> list[Any]:
+    # A text is a sequence too, and a mapping would give its keys.
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise bad(name, expected=expected, got=repr(values)[:80], fix="pass a list or a tensor", kind=TypeError)
+    return list(values)
 
 
 def page_table(
@@ -78,7 +98,9 @@ def page_table(
     Raises ValueError or TypeError where a request has fewer pages than keys, or a page id is not in 0 .. num_pages - 1.
     """
     if not isinstance(table, Tensor | np.ndarray):
-        rows = [list(row) for row in table]
+        rows = [
+            _listed(f"block_table[{i}]", r, "a row of page ids") for i, r in enumerate(_listed("block_table", table))
+        ]
         width = max(map(len, rows), default=0)
         padded = [row + [-1] * (width - len(row)) for row in rows]
         try:
@@ -121,8 +143,9 @@ def own_slots(owners: list[int], positions: list[int], complete: list[bool], tab
 def given_slots(slots: Sequence[int] | np.ndarray | Tensor, rows: int, capacity: int) -> Tensor:
     """Return the caller's slots (T,) as int64; raises ValueError or TypeError unless each is -1 .. capacity - 1."""
     if not isinstance(slots, Tensor | np.ndarray):
-        slots = torch.tensor([check_int(f"slots[{i}]", s, -1, "-1: not written") for i, s in enumerate(slots)])
-        slots = slots.to(torch.int64)
+        given = _listed("slots", slots, "ints of shape (T,)")
+        ints = [check_int(f"slots[{i}]", s, -1, "-1: not written") for i, s in enumerate(given)]
+        slots = torch.tensor([min(s, 2**63 - 1) for s in ints], dtype=torch.int64)  # too large is judged below
     host = integer_tensor("slots", slots, "(T,)")
     if host.shape[0] != rows:
         got = str(tuple(host.shape))

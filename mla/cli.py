@@ -151,7 +151,7 @@ def tiers(run: Run, ask: Annotated[list[str] | None, ASK] = None) -> Outcome:
 def _reasons(spec: str | TierPair, settings: RunSettings, need: Any) -> list[str]:
     try:
         return tier_of(spec, settings).why_not(need)
-    except Exception as error:  # a tier of another distribution may fail in any way, and the list goes on
+    except (Exception, SystemExit) as error:  # a tier of another distribution may fail in any way; the list goes on
         return [f"cannot be loaded: {'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{error}"]
 
 
@@ -162,10 +162,12 @@ GPU = typer.Option(metavar="GPU", help="A known GPU, or NAME:TFLOPS:GBPS for cei
 @command(app, SIZES, model="deepseek-v3", dtype="bfloat16")
 def cost(run: Run, batch: Annotated[str, BATCH] = "16q1s4k", gpu: Annotated[list[str] | None, GPU] = None) -> Outcome:
     """Count the bytes and FLOPs of attention before anything runs: which form wins, and from where on."""
+    from mla.batch import parse_batch
     from mla.records import cost_record, model_record
     from mla.report_figures import cost_blocks
-    from mla.resolve import dtype_of, gpu_of, layout_of, model_of
+    from mla.resolve import dtype_of, gpu_of, layout_of, model_of, require_tokens
 
+    require_tokens(batch, parse_batch(batch)[0])
     config = model_of(run.settings)
     layout, itemsize = layout_of(run.settings, config), dtype_of(run.settings).itemsize
     gpus = [gpu_of(text, itemsize) for text in gpu or ["h200"]]
@@ -255,7 +257,9 @@ def tune(
 
     s, path = run.settings, file or str(run.settings.tune_file or "mla-tune.json")
     kept, case = tables_of(path), case_of(s, model_of(s), "1q1")
-    mha, mqa = (tier_of(f"paged:{form}", s.model_copy(update={"tune_file": None})) for form in ("mha", "mqa"))
+    mha, mqa = (
+        tier_of(f"paged:{form}", s.model_copy(update={"tune_file": None, "form": form})) for form in ("mha", "mqa")
+    )
     grid = {"query_lens": counts_of("--query-lens", query_lens), "contexts": counts_of("--contexts", contexts)}
     where = environment(s.device)
     provenance = f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}"

@@ -6,6 +6,7 @@ P nope, R rope, V value.
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self
@@ -27,7 +28,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def _positive(field: str, value: Any, kind: type = float) -> None:
     wanted = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, wanted) or not value > 0 or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value <= sys.float_info.max:
         what = "a positive int" if kind is int else "a positive finite number"
         raise bad(field, expected=what, got=repr(value), fix=f"set {field} to {what}")
 
@@ -79,7 +80,7 @@ class RopeConfig:
         for field in ("beta_fast", "beta_slow", "factor", "original_max_position_embeddings", "attention_factor"):
             value = getattr(self, field)
             if value is not None:
-                _positive(f"rope.{field}", value)
+                _positive(f"rope.{field}", value, kind=int if field == "original_max_position_embeddings" else float)
         if self.type in YARN_TYPES:
             self._check_yarn()
         elif self.type == "default" and self.factor not in (None, 1.0):
@@ -100,6 +101,10 @@ class RopeConfig:
                 raise bad(
                     f"rope.{field}", expected=f"a value, because type is {self.type!r}", got="None", fix=f"add {field}"
                 )
+        if self.factor is not None and self.factor < 1:
+            raise bad(
+                "rope.factor", expected="at least 1 with YaRN", got=repr(self.factor), fix="use the model's factor"
+            )
         if self.beta_fast < self.beta_slow:
             raise bad(
                 "rope.beta_fast", expected=f">= beta_slow ({self.beta_slow})", got=repr(self.beta_fast), fix="swap them"

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mla.config import RopeConfig
+from mla.config import YARN_TYPES, RopeConfig
 from mla.errors import bad
 
 REQUIRED = (
@@ -43,15 +43,44 @@ FEATURES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mla_use_output_gate", bool, "a sigmoid gate on the attention output"),
     ("linear_attn_config", bool, "hybrid layers, linear attention beside MLA"),
     ("layer_group_size", lambda size: size is not None and size > 1, "hybrid layers, one MLA layer in each group"),
-    ("layer_types", lambda types: bool(set(types or ()) - {"full_attention"}), "layers that are not full attention"),
+    (
+        "layer_types",
+        lambda of: any(kind != "full_attention" for kind in of or ()),
+        "layers that are not full attention",
+    ),
     ("sliding_window", bool, "attention over a window of keys"),
     ("attn_logit_softcapping", bool, "soft-capped scores"),
     ("learnable_sink_init", lambda value: value is not None, "a learned attention sink"),
-    ("kv_source_layers", lambda of: of is not None and of != list(range(len(of))), "a KV cache shared across layers"),
+    (
+        "kv_source_layers",
+        lambda of: of is not None and list(of) != list(range(len(of))),
+        "a KV cache shared across layers",
+    ),
     ("no_rope_layers", lambda flags: flags is not None and not all(flags), "layers with and without rotation"),
 )
 # Models whose attention differs from MLA without a field that says so.
 GATED_MODELS = ("hy_v4", "bailing_hybrid", "axk2", "mistral_large4_text")
+
+LIST, OBJECT = ((list, tuple), "a list"), ((dict,), "an object")
+INT, BOOL, TEXT = ((int,), "an int"), ((bool,), "true or false"), ((str,), "a string")
+NUMBER = ((int, float), "a number")
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "llama_4_scaling": OBJECT,
+    "layer_types": LIST,
+    "kv_source_layers": LIST,
+    "no_rope_layers": LIST,
+    "unpublished": LIST,
+    "layer_group_size": INT,
+    "num_layers": INT,
+    "partial_rotary_factor": NUMBER,
+    "mla_use_nope": BOOL,
+    "mla_scale_q_lora": BOOL,
+    "mla_scale_kv_lora": BOOL,
+    "use_sliding_window": BOOL,
+    "model_type": TEXT,
+}
 
 
 def read(source: "dict[str, Any] | str | PathLike[str]") -> dict[str, Any]:
@@ -65,6 +94,7 @@ def read(source: "dict[str, Any] | str | PathLike[str]") -> dict[str, Any]:
     hf = _as_dict(source)
     if "kv_lora_rank" not in hf and isinstance(hf.get("text_config"), dict):
         hf = hf["text_config"]
+    _check_types(hf)
     hf = _with_aliases(hf)
     missing = [field for field in REQUIRED if field not in hf]
     if missing:
@@ -76,8 +106,10 @@ def read(source: "dict[str, Any] | str | PathLike[str]") -> dict[str, Any]:
         )
     fields = {field: hf[field] for field in REQUIRED}
     for field, value in fields.items():
-        if not isinstance(value, int) and not (field == "q_lora_rank" and value is None):
-            raise bad(field, expected="an int", got=repr(value), fix=f"set {field} to the model's width")
+        if field == "q_lora_rank" and value is None:
+            continue
+        if not isinstance(value, int) or not 0 <= value < 2**31:
+            raise bad(field, expected="an int >= 0", got=repr(value), fix=f"set {field} to the model's width")
     fields |= {field: hf[field] for field in OPTIONAL if hf.get(field) is not None}
     width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
     if hf.get("qk_head_dim") not in (None, width):
@@ -115,9 +147,9 @@ def _as_dict(source: "dict[str, Any] | str | PathLike[str]") -> dict[str, Any]:
     if not path.is_file():
         raise bad("source", expected="a config.json or its folder", got=repr(str(source)), fix="check the path")
     try:
-        hf = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise bad("source", expected="JSON", got=f"{path.name}: {error}", fix="repair the file") from error
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an endless number; nested too deeply
+        raise bad("source", expected="JSON", got=f"{path.name}: {error}", fix="download it again") from error
     if not isinstance(hf, dict):
         raise bad(
             "source",
@@ -127,6 +159,13 @@ def _as_dict(source: "dict[str, Any] | str | PathLike[str]") -> dict[str, Any]:
             kind=TypeError,
         )
     return hf
+
+
+def _check_types(hf: dict[str, Any]) -> None:
+    for field, (kinds, what) in TYPES.items():
+        value = hf.get(field)
+        if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise bad(field, expected=what, got=repr(value), fix=f"set {field} to {what}, or remove it", kind=TypeError)
 
 
 def _with_aliases(hf: dict[str, Any]) -> dict[str, Any]:
@@ -145,13 +184,14 @@ def _rope(hf: dict[str, Any]) -> RopeConfig:
     interleaved = hf.get("rope_interleave")
     if interleaved is None:
         interleaved = hf.get("model_type") not in HALF_SPLIT_MODELS
-    if hf.get("mla_use_nope", hf.get("model_type") == "kimi_linear") or hf["qk_rope_head_dim"] == 0:
-        return RopeConfig(type="none", interleaved=interleaved)
-    if theta is None:
+    unrotated = hf.get("mla_use_nope", hf.get("model_type") == "kimi_linear") or hf["qk_rope_head_dim"] == 0
+    if theta is None and not unrotated:
         raise bad(
             "rope_theta", expected="the base of the rotation", got="None", fix="add rope_theta, 10000.0 for DeepSeek"
         )
-    _check_partial(hf, params.pop("partial_rotary_factor", None))
+    inner = params.pop("partial_rotary_factor", None)
+    if not unrotated:
+        _check_partial(hf, inner)
     _agree("max_position_embeddings", hf.get("max_position_embeddings"), params.pop("max_position_embeddings", None))
     if kind == "longrope":
         params = {field: value for field, value in params.items() if field not in LONGROPE_TABLES}
@@ -163,7 +203,17 @@ def _rope(hf: dict[str, Any]) -> RopeConfig:
             got=", ".join(unknown),
             fix="remove them",
         )
-    return RopeConfig(type=kind, theta=theta, interleaved=interleaved, **params)
+    rope = RopeConfig(type=kind, theta=10000.0 if theta is None else theta, interleaved=interleaved, **params)
+    if not unrotated:
+        return rope
+    if (rope.type in YARN_TYPES and rope.mscale_all_dim) or rope.llama_4_scaling_beta:
+        raise bad(
+            "rope_scaling",
+            expected="nothing that scales the scores (mscale_all_dim, llama_4_scaling_beta) where nothing is rotated",
+            got=f"{kind} with mla_use_nope or qk_rope_head_dim 0",
+            fix="remove rope_scaling, or mla_use_nope",
+        )
+    return RopeConfig(type="none", interleaved=interleaved)
 
 
 def _rope_params(hf: dict[str, Any]) -> dict[str, Any]:
@@ -184,6 +234,10 @@ def _rope_params(hf: dict[str, Any]) -> dict[str, Any]:
     )
     llama4 = hf.get("llama_4_scaling")
     if llama4:
+        absent = [field for field in ("beta", "original_max_position_embeddings") if llama4.get(field) is None]
+        if absent:
+            got = f"no {', '.join(absent)}"
+            raise bad("llama_4_scaling", expected="beta and original_max_position_embeddings", got=got, fix="add them")
         original = _agree("original_max_position_embeddings", original, llama4["original_max_position_embeddings"])
         params["llama_4_scaling_beta"] = _agree(
             "llama_4_scaling_beta", params.get("llama_4_scaling_beta"), llama4["beta"]
@@ -193,10 +247,13 @@ def _rope_params(hf: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _check_partial(hf: dict[str, Any], inner: float | None) -> None:
+def _check_partial(hf: dict[str, Any], inner: Any) -> None:
     R, P = hf["qk_rope_head_dim"], hf["qk_nope_head_dim"]
     for value in (inner, hf.get("partial_rotary_factor")):
-        if value is not None and min(abs(value - 1.0), abs(value - R / (P + R))) > 1e-6:
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and 0 < value <= 1
+        if not number or min(abs(value - 1.0), abs(value - R / (P + R))) > 1e-6:
             wanted = f"1.0 or {R}/{P + R}, since exactly the R dimensions rotate"
             raise bad("partial_rotary_factor", expected=wanted, got=repr(value), fix="set qk_rope_head_dim instead")
 
@@ -215,5 +272,5 @@ def _unsupported(hf: dict[str, Any], rope: RopeConfig) -> tuple[str, ...]:
         found.append(f"model_type: {hf['model_type']} adds weights to its attention that are not MLA's (gates, sinks)")
     if rope.type == "longrope":
         found.append("rope_scaling.type: longrope, whose per-pair factors depend on the length")
-    found += [f"{field}: not published, the value of DeepSeek-V3 stands in" for field in hf.get("unpublished", ())]
+    found += [f"{field}: not published, the value of DeepSeek-V3 stands in" for field in hf.get("unpublished") or ()]
     return tuple(found)

@@ -7,6 +7,7 @@ line for each row, columns two spaces apart, nothing cut off.
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,15 @@ def sentences() -> Iterator[None]:
             text = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}. Fix: check the path."
         for line in text.splitlines():
             typer.echo(f"error: {line}", err=True)
+        raise typer.Exit(2) from None
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search(r"allocate memory|enough memory", str(error)):
+            raise
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        typer.echo(f"error: not enough memory ({said}). Fix: a smaller model, batch or pool.", err=True)
+        raise typer.Exit(2) from None
+    except SystemExit as error:  # a tier's own exit, perhaps with code 0, is no result
+        typer.echo(f"error: a tier ended the program (SystemExit: {error}). Fix: raise an error instead.", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from mla.batch import parse_batch
 from mla.cache import FloatRows
 from mla.config import MLAConfig
 from mla.conformance.cases import DTYPES, Case, Dims
-from mla.conformance.specs import spec
+from mla.conformance.specs import SPECS, spec
 from mla.errors import bad
 from mla.need import Capacity, Need
 from mla.presets import preset
@@ -111,7 +112,16 @@ def case_of(settings: RunSettings, config: MLAConfig, batch: str) -> Case:
     short = {f"{dtype}".removeprefix("torch."): name for name, dtype in DTYPES.items()}
     dims = Dims(settings.model, config.N, config.L, config.P, config.R, config.V)
     layout = f"rows_{short[settings.cache_dtype or settings.dtype]}"
+    if batch not in SPECS:
+        parse_batch(batch)  # its sentence names the part that does not fit
+    require_tokens(batch, spec(batch).query_lens)
     return Case(spec(batch), dims, short[settings.dtype], layout, page_size=settings.page_size)
+
+
+def require_tokens(batch: str, query_lens: Sequence[int]) -> None:
+    """Raise ValueError where no request of a batch has a new token: there is nothing to count or time."""
+    if not any(query_lens):
+        raise bad("--batch", expected="at least one new token", got=repr(batch), fix="write COUNTqNEWsKEYS, NEW > 0")
 
 
 def decode_step_of(settings: RunSettings, case: Case, peer: str) -> tuple[int, int]:
@@ -157,7 +167,8 @@ def gpu_of(text: str, itemsize: int) -> Gpu:
             return gpu
         expected, got = f"ceilings for {itemsize}-byte elements", f"{name}, known for {gpu.itemsize}-byte elements"
         raise bad("--gpu", expected=expected, got=got, fix=f"write {name}:TFLOPS:GBPS, or use --dtype bfloat16")
-    if not name or len(rates) != 2 or not all(re.fullmatch(r"[0-9.]+(e[0-9]+)?", rate) for rate in rates):
-        expected = f"one of {', '.join(GPUS)}, or NAME:TFLOPS:GBPS"
+    given = [float(rate) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?", rate) else 0.0 for rate in rates]
+    if not name or len(rates) != 2 or not all(0 < rate < 1e9 for rate in given):
+        expected = f"one of {', '.join(GPUS)}, or NAME:TFLOPS:GBPS, both above 0 and below 1e9"
         raise bad("--gpu", expected=expected, got=repr(text), fix="give your own as mine:989:4800 (TFLOP/s, GB/s)")
-    return Gpu.measured(name, float(rates[0]) * 1e12, float(rates[1]) * 1e9, itemsize=itemsize)
+    return Gpu.measured(name, given[0] * 1e12, given[1] * 1e9, itemsize=itemsize)

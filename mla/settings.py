@@ -31,12 +31,12 @@ class TierPair:
         return f"decode={self.decode}+prefill={self.prefill}"
 
 
-def _at_least(minimum: int) -> Callable[[Any], int]:
+def _between(least: int, most: int) -> Callable[[Any], int]:
     # Not pydantic's own int: it reads True as 1 and 64.0 as 64.
     def check(value: Any) -> int:
-        number = int(value) if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value.strip()) else value
-        if type(number) is not int or number < minimum:
-            raise ValueError(f"a whole number of at least {minimum}")
+        number = int(value) if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,99}", value.strip()) else value
+        if type(number) is not int or not least <= number <= most:
+            raise ValueError(f"a whole number of at least {least}, at most {most}")
         return number
 
     return check
@@ -95,7 +95,10 @@ def _tiers(value: Any) -> tuple[str | TierPair, ...]:
     return tiers
 
 
-Count = Annotated[int, BeforeValidator(_at_least(1))]
+Count = Annotated[int, BeforeValidator(_between(1, 2**31 - 1))]
+Heads = Annotated[int, BeforeValidator(_between(1, 65536))]
+Threads = Annotated[int, BeforeValidator(_between(1, 4096))]
+Seed = Annotated[int, BeforeValidator(_between(0, 2**63 - 1))]
 
 
 class RunSettings(BaseSettings):
@@ -106,7 +109,7 @@ class RunSettings(BaseSettings):
     )
 
     model: str = Field("toy", description="Name of a preset, or path of a Hugging Face config.json.")
-    heads: Count | None = Field(None, description="Query heads in place of the model's own; none: the model's.")
+    heads: Heads | None = Field(None, description="Query heads in place of the model's own; none: the model's.")
     trace: Annotated[Path, BeforeValidator(_path)] | None = Field(
         None, description="Request trace, Mooncake JSONL or Azure CSV; none: the packaged one."
     )
@@ -133,9 +136,9 @@ class RunSettings(BaseSettings):
     max_model_len: Count | None = Field(
         None, description="Longest request, prompt and output together; none: the longest of the trace."
     )
-    seed: Annotated[int, BeforeValidator(_at_least(0))] = Field(0, description="Seed of weights and hidden states.")
+    seed: Seed = Field(0, description="Seed of weights and hidden states.")
     device: Annotated[str, BeforeValidator(_device)] = Field("cpu", description="Torch device: cpu, cuda, cuda:0, ...")
-    threads: Count | None = Field(
+    threads: Threads | None = Field(
         1,
         description="CPU threads; none: torch's choice. More than 1 slows small models, above all on shared cores.",
     )

@@ -78,3 +78,21 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     out_a = torch.where(lse_a.unsqueeze(-1) == float("-inf"), 0, a.out.to(dtype))
     out_b = torch.where(lse_b.unsqueeze(-1) == float("-inf"), 0, b.out.to(dtype))
     return AttentionState(out_a * share_a + out_b * share_b, lse)
+
+
+def fold_block(scores: Tensor, values: Tensor, top: Tensor, total: Tensor, acc: Tensor) -> None:
+    """Fold a block of keys into a running softmax, in place: row maximum, sum of exponentials, unnormalised output.
+
+    top' = max(top, scores), acc' = exp(top - top') acc + exp(scores - top') values, and total likewise.
+
+    scores (G, rows, k), overwritten, -inf where masked, and values (G, k, width); top and total (G, rows, 1), acc
+    (G, rows, width), all of one accumulator dtype; start with -inf, 0, 0. The product is added, not accumulated in
+    place, which would sum key by key and drift. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
+    """
+    new = torch.maximum(top, scores.amax(-1, keepdim=True))
+    base = new.masked_fill(new == float("-inf"), 0.0)
+    shrink = torch.exp(top - base)
+    weights = scores.sub_(base).exp_()
+    total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+    acc.mul_(shrink).add_(torch.bmm(weights, values))
+    top.copy_(new)

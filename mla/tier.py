@@ -121,6 +121,13 @@ def refuse(tier: Tier, need: Need) -> None:
         raise ValueError(f"tier {tier.name!r} refuses: " + " ".join(reasons))
 
 
+def refuse_gradients(tier: str, *tensors: Tensor) -> None:
+    """Raise ValueError where autograd would record a tier that works in place; tensors such as kv_c (T, L)."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        fix = "call it under torch.no_grad(), detach hidden states and weights, or take gradients through naive"
+        raise bad("requires_grad", expected=f"no gradients through {tier}, forward only", got="True", fix=fix)
+
+
 def prepare(tier: Tier, up: UpProjection, need: Need, **data: Any) -> Prepared:
     """Check the up-projections against `need`, W_UK (L, N, P) and W_UV (L, N, V), and wrap them with a tier's own data.
 

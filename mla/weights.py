@@ -14,7 +14,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mla.checkpoint import FP8, SCALE_NAMES, dequantise_blocks, find_prefix, read_tensors, scale_shape, tensor_files
+from mla.checkpoint import (
+    FP8,
+    SCALE_NAMES,
+    check_block,
+    check_float,
+    dequantise_blocks,
+    find_prefix,
+    read_tensors,
+    scale_shape,
+    tensor_files,
+)
 from mla.config import MLAConfig
 from mla.errors import bad
 from mla.projections import UpProjection
@@ -106,8 +116,16 @@ class MLAWeights:
         Linear weights are (out, in): q_b_proj and kv_b_proj hold per head [P, R] and [P, V] rows, kv_a_proj_with_mqa
         [L, R] rows, o_proj (H, N V). fp8 weights with block scales named weight_scale_inv or weight_scale become
         float32 whole, before any slicing. `dtype` None keeps the widest dtype found. Raises one ValueError that lists
-        every missing, surplus, wrongly shaped or unreadable tensor by name.
+        every missing, surplus, wrongly shaped or unreadable tensor by name, and TypeError naming an argument.
         """
+        if dtype is not None:
+            check_float("dtype", dtype)
+        check_block(block)
+        if not isinstance(config, MLAConfig):
+            raise bad("config", expected="an MLAConfig", got=repr(config), fix="see MLAConfig.from_hf", kind=TypeError)
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise bad("state_dict", expected="a dict of tensors", got=got, fix="see MLAWeights.load", kind=TypeError)
         short = {name[len(prefix) :]: tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
         dense = _dense_tensors(short, config, prefix, block)
         if dtype is None:
@@ -161,8 +179,11 @@ class MLAWeights:
         """Return the heads of tensor-parallel `rank` of `world`: heads `rank N/world` up to `(rank + 1) N/world`.
 
         W_UQ, W_QR, W_UK, W_UV and W_O keep N/world heads (views), the rest is replicated. The ranks' `project_output`
-        sum to the whole, so only rank 0 keeps b_O. Raises ValueError when N is not a multiple of world.
+        sum to the whole, so only rank 0 keeps b_O. Raises ValueError when N is not a multiple of world, TypeError for no int.
         """
+        for name, value in (("rank", rank), ("world", world)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise bad(name, expected="an int", got=repr(value), fix="ranks count from 0", kind=TypeError)
         N = self.W_UK.shape[1]
         if world < 1 or N % world:
             raise bad("world", expected=f"a divisor of the {N} heads", got=repr(world), fix="use fewer or more ranks")
@@ -173,7 +194,18 @@ class MLAWeights:
         return dataclasses.replace(self, **heads, b_O=self.b_O if rank == 0 else None)
 
     def to(self, target: "torch.dtype | torch.device | str") -> Self:
-        """Return the weights in another dtype or on another device; W_UK stays (L, N, P) and so on."""
+        """Return the weights in another dtype or on another device; W_UK stays (L, N, P) and so on.
+
+        Raises TypeError unless `target` is a torch float dtype or a device.
+        """
+        if isinstance(target, torch.dtype):
+            check_float("dtype", target)
+        else:
+            try:
+                target = torch.device(target)
+            except (RuntimeError, TypeError) as error:
+                expected, fix = "a torch float dtype or a device", "pass torch.float32 or 'cpu'"
+                raise bad("target", expected=expected, got=repr(target), fix=fix, kind=TypeError) from error
         moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **{k: v.to(target) for k, v in moved.items() if v is not None})
 
@@ -231,6 +263,12 @@ def _dense_tensors(
     short: Mapping[str, Tensor], config: MLAConfig, prefix: str, block: tuple[int, int]
 ) -> dict[str, Tensor]:
     """Return every expected tensor dequantised, or raise one error with every complaint."""
+    others = [
+        f"{prefix}{name} {type(tensor).__name__}" for name, tensor in short.items() if not torch.is_tensor(tensor)
+    ]
+    if others:
+        got, fix = ", ".join(others), "convert them, as with torch.from_numpy"
+        raise bad("state_dict", expected="torch tensors", got=got, fix=fix, kind=TypeError)
     shapes = hf_shapes(config)
     scales = {name: _scale_names(name, short) for name in shapes}
     known = set(shapes).union(*scales.values())
@@ -247,6 +285,8 @@ def _dense_tensors(
             if not tensor.is_floating_point():
                 complaints.append(f"unreadable dtype {tensor.dtype} of {prefix}{name}")
             dense[name] = tensor
+        elif len(shape) != 2:
+            complaints.append(f"unreadable dtype {tensor.dtype} of {prefix}{name}, which is no matrix")
         elif len(scales[name]) != 1:
             wanted = " or ".join(prefix + scale for scale in _scale_names(name))
             complaints.append(f"fp8 {prefix}{name} with {len(scales[name])} scales instead of one of {wanted}")

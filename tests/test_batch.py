@@ -242,3 +242,32 @@ def test_batch_grammar(text, query_lens, seq_lens):
 def test_batch_grammar_names_the_part_that_does_not_fit(text):
     with pytest.raises(ValueError, match=r"^batch: expected .* Fix: "):
         parse_batch(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"query_lens": None}, TypeError, "query_lens: expected ints of shape (B,), got None"),
+        ({"query_lens": 3}, TypeError, "query_lens: expected ints of shape (B,), got 3"),
+        ({"seq_lens": [[9], [4], [10]]}, TypeError, "seq_lens[0]: expected an int >= 0, got [9]"),
+        ({"seq_lens": np.array(["9", "4", "10"])}, TypeError, "seq_lens: expected integers of shape (B,), got "),
+        ({"row_kv_lens": None}, TypeError, "row_kv_lens: expected ints of shape (T,), got None"),
+        ({"block_table": None}, TypeError, "block_table: expected a row of page ids for each request, got None"),
+        ({"block_table": [1, 2, 3]}, TypeError, "block_table[0]: expected a row of page ids, got 1"),
+        ({"block_table": "abc"}, TypeError, "block_table: expected a row of page ids for each request, got 'abc'"),
+        ({"slots": 7}, TypeError, "slots: expected ints of shape (T,), got 7"),
+        ({"slots": [2**70] * 6}, ValueError, "slots: expected -1 .. 39, got "),
+        ({"device": "gpu"}, ValueError, "device: expected a device of this machine, got 'gpu'"),
+        ({"device": 1.5}, TypeError, "device: expected a device of this machine, got 1.5"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(changes, kind, text):
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        AttentionBatch.rows(**{**STEP, "row_kv_lens": [7, 8, 9, 4, 9, 10], **changes})
+
+
+@pytest.mark.parametrize("text", ["1048577q1", "q1_1048576q1", "q1s2147483648", "q2097152k", f"q{'9' * 5000}"])
+def test_batch_grammar_has_bounds(text):
+    with pytest.raises(ValueError, match=r"^batch: expected at most (1048576 requests|2147483647 tokens), got "):
+        parse_batch(text)
+    assert parse_batch("q2147483647") == ([2**31 - 1], [2**31 - 1])

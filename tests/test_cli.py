@@ -216,7 +216,10 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
         (["compare", "--tier", "mine.py"], "tier: expected the path of a Python file, got mine.py"),
         (["compare", "--tier", "paged:abs"], "form: expected 'auto', 'mha' or 'mqa', got 'abs'"),
         (["compare", "--tier", "naive", "--tier", "naive:mha"], "got naive and naive:mha, both named naive:mha"),
-        (["compare", "--trace", "absent.csv"], "absent.csv: no such file or directory. Fix: check the path."),
+        (
+            ["compare", "--trace", "absent.csv"],
+            "absent.csv: expected a file with a trace, got no such file. Fix: check the path.",
+        ),
         (["compare", "--config", "absent.toml"], "absent.toml: expected a readable TOML file"),
         (["compare", "--page-size", "0"], "page_size: expected a whole number of at least 1, got '0' (flag)."),
         (["compare", "--max-workspace-tokens", "63"], "max_workspace_tokens: expected at least one page of 64 tokens"),
@@ -709,3 +712,49 @@ def test_readme_tree_names_every_module_and_nothing_else():
         elif name.endswith(".py"):
             found.add("".join(folders[:depth]) + name)
     assert found == wanted
+
+
+LEAVES = "raise SystemExit(0)\n"
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "compare"])
+def test_a_tier_file_that_exits_with_0_is_never_a_success(tier_file, command):
+    words = ("--tier",) if command == "compare" else ()
+    text = sentence_of(command, *words, tier_file("leaves", LEAVES))
+    assert text.startswith("error: tier: expected a file that can be imported, got ")
+    assert "SystemExit: 0. Fix: " in text
+
+
+def test_a_tier_that_exits_in_attend_is_a_failed_check_and_in_the_list_a_reason(tier_file):
+    code, out, _ = mla_run("check", tier_file("quits", "def attend(*given): raise SystemExit(0)\n"))
+    assert code == 1
+    assert "SystemExit: 0" in out
+    code, out, _ = mla_run("tiers", "--tier", tier_file("leaves", LEAVES))
+    assert code == 0
+    assert "SystemExit: 0" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["compare", "--tier", "paged:mha", "--form", "mqa"],
+            "form: expected 'mha' or 'auto' beside the tier 'paged:mha'",
+        ),
+        (["bench", "--batch", "1q0"], "--batch: expected at least one new token, got '1q0'"),
+        (["cost", "--batch", "3q0s16"], "--batch: expected at least one new token, got '3q0s16'"),
+        (["cost", "--batch", "1048577q1"], "batch: expected at most 1048576 requests, got '1048577q1'"),
+        (["bench", "--batch", "1q1s2147483648"], "batch: expected at most 2147483647 tokens, got '1q1s2147483648'"),
+        (["cost", "--gpu", "a:.:1"], "--gpu: expected one of "),
+        (["cost", "--gpu", "a:0:0"], "--gpu: expected one of "),
+        (["cost", "--gpu", "a:1e999:1"], "--gpu: expected one of "),
+        (
+            ["compare", "--seed", 2**63],
+            "seed: expected a whole number of at least 0, at most 9223372036854775807, got ",
+        ),
+        (["cost", "--heads", 65537], "heads: expected a whole number of at least 1, at most 65536, got '65537'"),
+        (["bench", "--threads", 10**30], "threads: expected a whole number of at least 1, at most 4096, got "),
+    ],
+)
+def test_what_is_contradictory_empty_or_beyond_all_bounds_is_a_sentence(words, text):
+    assert sentence_of(*words).startswith(f"error: {text}")

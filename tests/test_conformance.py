@@ -628,3 +628,14 @@ def test_old_rows_and_new_rows_make_up_all_keys():
     assert [len(h) for h in inputs.history] == [34, 20, 2]
     kv_c = inputs.keys[0][0]
     assert torch.equal(inputs.new_kv_c[:4], kv_c[32:36])
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), RuntimeError("0")])
+def test_a_tier_that_ends_the_program_inside_attend_has_raised(error):
+    def attend(*given):
+        raise error
+
+    [case] = [Case(spec("2q1s5"), TOY)]
+    result = run_case(tiers.from_attend("leaves", attend), case)
+    assert (result.status, result.detail) == ("raised", f"{type(error).__name__}: 0")
+    assert summary([result])["verdict"] == "failed"

@@ -349,3 +349,41 @@ def test_T8_lengths_of_shape_B_1_are_named_with_the_shape_to_pass():
     text = r"^seq_lens: expected integers of shape \(B,\), got shape \(2, 1\)\. Fix: pass seq_lens\.flatten\(\)"
     with pytest.raises(ValueError, match=text):
         AttentionBatch.bottom_right([1, 1], torch.tensor([[3], [4]]), [[0], [1]], page_size=4, num_pages=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "text"),
+    [
+        (
+            "paged:mha",
+            {"form": "mqa"},
+            r"^form: expected 'mha' or 'auto' beside the tier 'paged:mha', got 'mqa'\. Fix: ",
+        ),
+        (
+            "naive:mqa",
+            {"form": "mha"},
+            r"^form: expected 'mqa' or 'auto' beside the tier 'naive:mqa', got 'mha'\. Fix: ",
+        ),
+        ("naive:", {}, r"^tier: expected a form after the colon, got 'naive:'\. Fix: write naive:mha"),
+    ],
+)
+def test_a_form_that_is_asked_for_twice_or_not_at_all_is_refused(spec, options, text):
+    with pytest.raises(ValueError, match=text):
+        tiers.get(spec, **options)
+    assert tiers.get("paged:mha", form="auto").form == tiers.get("paged:mha", form="mha").form == "mha"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(0)", "a file that can be imported, got .*: SystemExit: 0"),
+        ("class tier:\n    def __init__(self): 1 / 0", "a tier that can be made, got .*: ZeroDivisionError: division"),
+        ("def tier(): raise SystemExit(0)", "a tier that can be made, got .*: SystemExit: 0"),
+    ],
+)
+def test_a_file_that_ends_the_program_or_raises_is_a_sentence(tmp_path, text, message):
+    path = tmp_path / "leaves.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^tier: expected {message}") as caught:
+        tiers.get(path)
+    assert "leaves.py" in str(caught.value)

@@ -165,3 +165,21 @@ def test_caches_are_the_tiers_own():
     assert [run.status for run in report.runs] == ["ok", "ok"]
     assert len(made) == 2
     assert made[0].data.data_ptr() != made[1].data.data_ptr()
+
+
+def test_a_tier_that_changes_what_it_is_given_hurts_only_itself():
+    def vandalise(state, batch):
+        batch.row_kv_lens.fill_(1)
+        batch.block_table.zero_()
+        return AttentionState(state.out * 2, state.lse)
+
+    report = replay(make_spec(), REQUESTS, [broken(vandalise), tiers.get("paged")])
+    assert [run.status for run in report.runs] == ["mismatch", "ok"]
+
+
+def test_a_tier_that_exits_is_a_tier_that_raised():
+    def leave(state, batch):
+        raise SystemExit(0)
+
+    report = replay(make_spec(), REQUESTS, [broken(leave), tiers.get("paged")])
+    assert [run.status for run in report.runs] == ["raised", "ok"]

@@ -255,3 +255,23 @@ def test_hidden_source_arguments() -> None:
         HiddenSource(0)
     with pytest.raises(ValueError, match="dtype: expected a floating dtype"):
         HiddenSource(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "text"),
+    [
+        ("absent.jsonl", ValueError, r"absent\.jsonl: expected a file with a trace, got no such file\. Fix: "),
+        ("", ValueError, r": expected a file with a trace, got a folder\. Fix: "),
+        (None, TypeError, r"^path: expected the path of a trace, got None\. Fix: "),
+    ],
+)
+@pytest.mark.parametrize("read", [read_trace, read_mooncake, read_azure])
+def test_what_is_no_file_is_named(tmp_path: Path, read: Callable, path: str | None, kind: type, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        read(path if path is None else tmp_path / path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_deeply_nested_json_names_file_and_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: expected one JSON object, got .* Fix: "):
+        read_mooncake(write(tmp_path, "deep.jsonl", text + "\n"))

@@ -179,3 +179,13 @@ def test_unreadable_file_is_a_sentence(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"run\.toml: expected a readable TOML file"):
         load_settings(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("seed", 2**63 - 1), ("threads", 4096), ("heads", 65536), ("num_pages", 2**31 - 1)]
+)
+def test_a_count_past_its_bound_is_refused_and_the_bound_is_not(field, most):
+    assert getattr(load_settings(overrides={field: str(most)})[0], field) == most
+    for value in (most + 1, str(most + 1), "9" * 5000):
+        with pytest.raises(ValueError, match=f"^{field}: expected a whole number of at least ., at most {most}, got "):
+            load_settings(overrides={field: value})

@@ -93,3 +93,25 @@ def test_more_requests_than_the_cap_has_rows_still_keep_to_it(form):
     tier = tiers.get("paged", form=form, max_workspace_tokens=4)
     case.check(case.run(tier))
     assert tier.plan(case.need, case.batch).sizes["rows"][0][0] == 4
+
+
+@pytest.mark.parametrize("form", ["mha", "mqa"])
+def test_P9_float16_latents_whose_expansion_overflows_stay_finite(form):
+    """k_nope = 16 x 200 x 30 = 96000 passes float16's 65504; the scores are small all the same."""
+    case = make_case([2], [9], dtype=torch.float16, L=16)
+    case.up.W_UK.fill_(30.0)
+    case.keys[0][0].sign_().mul_(200.0)
+    case.keys[0][0][3] = 200.0
+    for part in case.q:
+        part.fill_(1e-3)
+    case.cache.write(*case.keys[0], case.batch.block_table[0].repeat_interleave(4)[:9] * 4 + torch.arange(9) % 4)
+    case.check(case.run("paged", form=form))
+
+
+def test_gradients_are_refused_by_a_forward_only_tier_before_anything_is_written():
+    case = make_case([2], [9])
+    before = case.cache.data.clone()
+    with pytest.raises(ValueError, match="requires_grad"):
+        tiers.get("paged").write(case.cache, case.keys[0][0].clone().requires_grad_(), case.keys[0][1], torch.arange(9))
+    assert torch.equal(torch.nan_to_num(case.cache.data), torch.nan_to_num(before))
+    assert not case.cache.data.requires_grad

@@ -50,9 +50,9 @@ def get(spec: str | os.PathLike[str] | dict[str, str], **options: Any) -> Tier:
     spec = os.fspath(spec)
     if spec.endswith(".py"):
         return _take(_module_from(Path(spec)), spec, options)
-    name, _, form = spec.partition(":")
-    if form:
-        options = {**options, "form": form}
+    name, colon, form = spec.partition(":")
+    if colon:
+        options = {**options, "form": _one_form(spec, form, options.get("form", "auto"))}
     entries = [e for e in entry_points(group=ENTRY_POINTS) if e.name == name]
     if len(entries) + (name in _OURS) > 1:
         found = ", ".join(f"{e.value} of {e.dist.name if e.dist else 'unknown'}" for e in entries)
@@ -61,7 +61,11 @@ def get(spec: str | os.PathLike[str] | dict[str, str], **options: Any) -> Tier:
         module, attribute = _OURS[name]
         return _make(getattr(importlib.import_module(module), attribute), spec, options)
     if entries:
-        return _make(entries[0].load(), spec, options)
+        try:
+            thing = entries[0].load()
+        except SystemExit as error:
+            raise _broken(spec, "that can be loaded", error) from error
+        return _make(thing, spec, options)
     near = get_close_matches(name, names(), 1)
     hint = f"did you mean {near[0]!r}" if near else "a path must end in .py"
     raise bad("tier", expected=f"one of {', '.join(names())}, or a path", got=repr(spec), fix=hint)
@@ -96,7 +100,7 @@ def why_not(need: Need) -> dict[str, list[str]]:
 def _reasons(name: str, need: Need, options: dict[str, Any]) -> list[str]:
     try:
         return get(name, **options).why_not(need)
-    except Exception as error:  # the code of a stranger; a table with a gap would hide it
+    except (Exception, SystemExit) as error:  # the code of a stranger; a table with a gap would hide it
         return [f"{name} cannot be loaded: {type(error).__name__}: {error}"]
 
 
@@ -105,6 +109,20 @@ def _way_out(table: dict[str, list[str]]) -> str:
     if able:
         return f"These tiers serve it: {', '.join(able)}."
     return "No tier serves it. " + " ".join(f"{name}: {' '.join(reasons)}" for name, reasons in table.items())
+
+
+def _one_form(spec: str, form: str, asked: Any) -> str:
+    if not form:
+        raise bad("tier", expected="a form after the colon", got=repr(spec), fix=f"write {spec}mha, or leave it out")
+    if asked not in ("auto", form):
+        fix = "drop one of the two"
+        raise bad("form", expected=f"{form!r} or 'auto' beside the tier {spec!r}", got=repr(asked), fix=fix)
+    return form
+
+
+def _broken(spec: str, expected: str, error: BaseException) -> Exception:
+    got = f"{spec}: {type(error).__name__}: {error}"
+    return bad("tier", expected=f"a tier {expected}", got=got, fix="mend the tier")
 
 
 def _make(thing: Any, spec: str, options: dict[str, Any]) -> Tier:
@@ -119,7 +137,12 @@ def _make(thing: Any, spec: str, options: dict[str, Any]) -> Tier:
             fix = f"did you mean {near[0]!r}" if near else str(error)
             expected, got = f"those of {spec}: {', '.join(known) or 'none'}", ", ".join(sorted(options))
             raise bad("tier options", expected=expected, got=got, fix=fix, kind=TypeError) from error
-        thing = thing(**options)
+        try:
+            thing = thing(**options)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ImportError) or "Fix:" in str(error):  # says already what to do
+                raise
+            raise _broken(spec, "that can be made", error) from error
     elif options:
         got = ", ".join(sorted(options))
         raise bad("tier options", expected=f"none for {spec}", got=got, fix="drop them", kind=TypeError)
@@ -138,7 +161,7 @@ def _module_from(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
         SourceFileLoader(module.__name__, str(path)).exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit at load would look like a run that went well
         del sys.modules[module.__name__]
         got = f"{path}: {type(error).__name__}: {error}"
         raise bad("tier", expected="a file that can be imported", got=got, fix="mend the file") from error

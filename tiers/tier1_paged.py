@@ -21,8 +21,8 @@ from mla.cost import absorbed_workspace_bytes, default_workspace_tokens, expande
 from mla.errors import bad
 from mla.need import Need, refuse_features
 from mla.projections import Query, UpProjection
-from mla.state import AttentionState, merge
-from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare
+from mla.state import AttentionState, fold_block, merge
+from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
 from mla.tune import FormCosts
 
 DEFAULT_WORKSPACE_TOKENS = 65536
@@ -104,10 +104,16 @@ class PagedTier(Tier):
             reasons.append(f"{found}; allow at least {need.page_size}, or use smaller pages.")
         return reasons
 
+    def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+        """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,); raises ValueError where they carry gradients."""
+        refuse_gradients("paged", kv_c, k_pe)
+        cache.write(kv_c, k_pe, slot_mapping)
+
     def prepare(self, up: UpProjection, need: Need) -> Prepared:
         """Put heads first, once per layer: W_UK as (N, P, L) and W_UV as (N, L, V), in the compute dtype."""
         wide = need.compute_dtype
-        W_UK, W_UV = up.W_UK.permute(1, 2, 0).to(wide).contiguous(), up.W_UV.permute(1, 0, 2).to(wide).contiguous()
+        W_UK, W_UV = (W.detach().to(wide) for W in up)
+        W_UK, W_UV = W_UK.permute(1, 2, 0).contiguous(), W_UV.permute(1, 0, 2).contiguous()
         return prepare(self, up, need, W_UK=W_UK, W_UV=W_UV)
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
@@ -144,7 +150,8 @@ class PagedTier(Tier):
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         sizes["rows"] = ((max(expanded, swept), need.layout.storage_width), need.layout.storage_dtype)
         if expanded:
-            sizes |= {"k_nope": ((expanded, need.N, need.P), need.dtype), "v": ((expanded, need.N, need.V), need.dtype)}
+            dtype = _stored(need)
+            sizes |= {"k_nope": ((expanded, need.N, need.P), dtype), "v": ((expanded, need.N, need.V), dtype)}
         return sizes
 
     def attend(
@@ -172,9 +179,14 @@ def k_block(need: Need) -> int:
     return min(4096, max(256, BLOCK_SCORES // (need.N * Q_BLOCK)))
 
 
+def _stored(need: Need) -> torch.dtype:
+    """dtype of expanded keys and values: the query's, but float16 ends at 65504, which expanded latents can pass."""
+    return need.compute_dtype if need.dtype == torch.float16 else need.dtype
+
+
 def _bound(need: Need, cap: int, steps: Steps, tokens: int) -> int:
     """Bytes that attend holds at most beside its inputs, by the formulas of `mla.cost`; independent of the context."""
-    b, q_rows = need.dtype.itemsize, max((s.rows.numel() for s in steps.sweeps), default=0)
+    b, q_rows = _stored(need).itemsize, max((s.rows.numel() for s in steps.sweeps), default=0)
     scores = SWEEP_SCORES // (need.N * q_rows) if q_rows else 0
     bound = 0
     if steps.sweeps:
@@ -218,7 +230,7 @@ def _attend_sweep(
         scores = torch.bmm(q_latent[:active], kv_c.transpose(1, 2))
         scores.baddbmm_(q_pe[:active], k_pe.transpose(1, 2))
         scores.view(active, query_len, need.N, -1).masked_fill_(at >= visible[:active], float("-inf"))
-        _online(scores, kv_c, top[:active], total[:active], acc[:active])
+        fold_block(scores, kv_c, top[:active], total[:active], acc[:active])
         del scores, rows, kv_c, k_pe
     out_latent = torch.where(total == 0, 0, acc / total).view(G * query_len, need.N, need.L)
     out, lse = state.parts()
@@ -233,8 +245,8 @@ def _attend_chunk(
     need, batch = plan.need, plan.batch
     n = chunk[-1].at + chunk[-1].stop - chunk[-1].start
     rows = plan.scratch("rows", (n, need.layout.storage_width), need.layout.storage_dtype)
-    k_nope = plan.scratch("k_nope", (need.N, n, need.P), need.dtype)
-    v = plan.scratch("v", (need.N, n, need.V), need.dtype)
+    k_nope = plan.scratch("k_nope", (need.N, n, need.P), _stored(need))
+    v = plan.scratch("v", (need.N, n, need.V), _stored(need))
     step = k_block(need)
     for span in chunk:
         for start in range(span.start, span.stop, step):
@@ -280,18 +292,7 @@ def _attend_block(
         flat.addmm_(q_pe.reshape(need.N * len(rows), need.R), k_pe[start:stop].to(wide).T)
         if min(seen) < stop:
             scores.masked_fill_(torch.arange(start, stop, device=need.device) >= visible, float("-inf"))
-        _online(scores, v[:, start:stop].to(wide), top, total, acc)
+        fold_block(scores, v[:, start:stop].to(wide), top, total, acc)
         del scores, flat
     out = torch.where(total == 0, 0, acc / total).transpose(0, 1)
     return AttentionState(out, (top + total.log())[..., 0].T)
-
-
-def _online(scores: Tensor, values: Tensor, top: Tensor, total: Tensor, acc: Tensor) -> None:
-    """Fold scores (B, rows, k), overwritten, and values (B, k, width) into (max, sum, unnormalised output)."""
-    new = torch.maximum(top, scores.amax(-1, keepdim=True))
-    base = new.masked_fill(new == float("-inf"), 0.0)
-    shrink = torch.exp(top - base)
-    weights = scores.sub_(base).exp_()
-    total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-    acc.mul_(shrink).add_(torch.bmm(weights, values))
-    top.copy_(new)

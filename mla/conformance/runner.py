@@ -117,7 +117,7 @@ def run_case(tier: Tier, case: Case, *, device: str = "cpu") -> Result:
             seconds, states = _run(tier, case, need)
     except Wrong as wrong:
         return Result(case, tier.name, wrong.status, math.inf, math.inf, detail=wrong.detail)
-    except Exception as error:  # whatever a stranger's tier raises is a row of the report
+    except (Exception, SystemExit) as error:  # whatever a stranger's tier raises, an exit too, is a row
         return Result(case, tier.name, "raised", math.inf, math.inf, detail=f"{type(error).__name__}: {error}")
     made, heads = truth(case, device)
     comparisons = [_compare(state, made, heads) for state in states]

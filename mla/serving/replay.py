@@ -3,18 +3,21 @@
 Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V value.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import CacheLayout, CacheSpec, PagedLatentCache
 from mla.config import MLAConfig
 from mla.memory import LiveStorages
 from mla.need import Capacity, Need
-from mla.projections import Query
+from mla.projections import Query, UpProjection
 from mla.serving.audit import Audit, Verdict
 from mla.serving.hidden import HiddenSource
 from mla.serving.pool import PagePool
@@ -105,12 +108,15 @@ def replay(
         lane for tier, run in zip(tiers, runs, strict=True) if (lane := _open(tier, run, need, weights, dry, spec))
     ]
     by_id, scheduler, done = {r.id: r for r in requests}, _scheduler(spec, requests), 0
+    if progress is not None:
+        progress(0, dry.tokens)
     for step in scheduler:
         batch, q, kv_c, k_pe = _inputs(step, by_id, source, spec, dry.pages)
         results: dict[str, AttentionState] = {}
         for lane in lanes:
             if lane.run.status == "ok":
-                state = _attend(lane, step, batch, q, kv_c, k_pe, measure=step.index in dry.measured)
+                given = _own(batch), Query(*(x.clone() for x in q)), kv_c.clone(), k_pe.clone()
+                state = _attend(lane, step, *given, measure=step.index in dry.measured)
                 results |= {} if state is None else {lane.run.name: state}
         caches = {lane.run.name: lane.cache for lane in lanes if lane.run.name in results}
         audit.take(step, by_id, batch, q, results, caches)
@@ -184,7 +190,13 @@ def _open(tier: Tier, run: TierRun, need: Need, weights: MLAWeights, dry: _DryRu
         run.status = "refused"
         return None
     cache = tier.new_cache(CacheSpec(dry.pages, spec.page_size, spec.layout, spec.device))
-    return _Lane(tier, run, cache, tier.prepare(weights.up, need))
+    return _Lane(tier, run, cache, tier.prepare(UpProjection(*(W.clone() for W in weights.up)), need))
+
+
+def _own(batch: AttentionBatch) -> AttentionBatch:
+    """A copy for one tier alone: what it writes into its inputs must not reach the others, or the audit."""
+    copies: dict[str, Any] = {name: x.clone() for name, x in vars(batch).items() if isinstance(x, Tensor)}
+    return dataclasses.replace(batch, **copies)
 
 
 def _inputs(step: Step, by_id: dict[int, Request], source: TokenSource, spec: ReplaySpec, pages: int):
@@ -218,7 +230,7 @@ def _attend(lane: _Lane, step: Step, batch: AttentionBatch, q: Query, kv_c, k_pe
                 fresh = tier.plan(lane.prepared.need, batch)
                 tier.attend(q, lane.cache, lane.prepared, fresh)
             run.peak_workspace = max(run.peak_workspace, storages.peak)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a stranger's tier must not end the run, least of all with exit code 0
         run.status, run.reasons = "raised", [f"step {step.index}: {type(error).__name__}: {error}"]
         return None
     if step.num_decodes == len(step.query_lens):

@@ -74,9 +74,10 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
     """Read at most `limit` requests of a trace whose format follows from the suffix, or else from the first line.
 
     `.jsonl` is Mooncake, `.csv` is Azure; any other file is Mooncake when it starts with `{` and Azure when it starts
-    with `TIMESTAMP`. Raises ValueError for anything else, and what `read_mooncake` and `read_azure` raise.
+    with `TIMESTAMP`. Raises ValueError for anything else and for a path that is no file, TypeError for what is no path,
+    and what `read_mooncake` and `read_azure` raise.
     """
-    path = Path(path)
+    path = _file(path)
     suffix = path.suffix.lower()
     with path.open("rb") as file:
         start = file.readline(64)
@@ -178,10 +179,20 @@ def _requests(
     return requests
 
 
+def _file(path: str | Path) -> Path:
+    if not isinstance(path, str | Path):
+        raise bad("path", expected="the path of a trace", got=repr(path), fix="pass a str or a Path", kind=TypeError)
+    path = Path(path)
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "no such file"
+        raise bad(str(path), expected="a file with a trace", got=got, fix="check the path")
+    return path
+
+
 def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
     """Yield ("file, line n", text without its line end); raise on an empty file, an empty line or a bad encoding."""
     number = 0
-    with Path(path).open("rb") as file:
+    with _file(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
@@ -206,7 +217,7 @@ def _located(where: str, make: Callable[[], T]) -> T:
 def _json_object(where: str, text: str) -> dict[str, Any]:
     try:
         pairs = json.loads(text, object_pairs_hook=list)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad(where, expected="one JSON object", got=f"{text[:80]!r} ({error})", fix="correct the line") from None
     if not text.lstrip().startswith("{"):
         raise bad(where, expected="one JSON object", got=repr(text[:80]), fix="correct or delete the line")
