@@ -174,7 +174,6 @@ class AttentionBatch:
         visible = lengths("row_kv_lens", row_kv_lens, "(T,)")
         page_size = check_int("page_size", page_size, 1, "use the cache's page size")
         num_pages = check_int("num_pages", num_pages, 0, "pass the pages of the pool")
-        check_device(device)
         pad_tokens = check_int("pad_tokens", pad_tokens, 0, "count the empty rows at the end")
         if mask not in MASKS:
             raise bad("mask", expected=f"one of {MASKS}", got=repr(mask), fix="'rows' for explicit bounds")
@@ -197,6 +196,7 @@ class AttentionBatch:
         else:
             slot_mapping = given_slots(slots, len(positions), num_pages * page_size)
         check_written_once(slot_mapping)
+        check_device(device)
         pad = [0] * pad_tokens
         return cls(
             query_start_loc=torch.tensor([0, *accumulate(q)], dtype=torch.int32, device=device),

@@ -95,8 +95,7 @@ def find_prefix(names: Iterable[str], layer: int) -> str:
     Models with two attentions a layer ("layers.1.self_attn.0.") count them as layers 2, 3 and so on. Raises ValueError
     that lists the layers present, or the candidates when there are several; TypeError when `layer` is no int.
     """
-    if not isinstance(layer, int) or isinstance(layer, bool):
-        raise bad("layer", expected="an int", got=repr(layer), fix="layers count from 0", kind=TypeError)
+    check_int("layer", layer)
     here, present = set(), set()
     for name in names:
         found = re.match(r"(.*?\blayers\.(\d+)\.self_attn\.(?:([01])\.)?)kv_\w+\.", "." + name)
@@ -122,6 +121,40 @@ def _ranges(numbers: set[int]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if complete else ", ".join(map(str, sorted(numbers)))
 
 
+def tensors_under(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors, (O, I) or (O,) as stored, whose name starts with `prefix`, under the rest of their name.
+
+    Raises TypeError when `state_dict` is no mapping or holds something else than tensors there.
+    """
+    if not isinstance(state_dict, Mapping):
+        got = type(state_dict).__name__
+        raise bad("state_dict", expected="a dict of tensors", got=got, fix="see MLAWeights.load", kind=TypeError)
+    here = {name: tensor for name, tensor in state_dict.items() if str(name).startswith(prefix)}
+    others = [f"{name} {type(value).__name__}" for name, value in here.items() if not isinstance(value, Tensor)]
+    if others:
+        got, fix = ", ".join(others), "convert them, as with torch.from_numpy"
+        raise bad("state_dict", expected="torch tensors", got=got, fix=fix, kind=TypeError)
+    return {str(name)[len(prefix) :]: tensor for name, tensor in here.items()}
+
+
+def check_int(name: str, value: int) -> None:
+    """Raise TypeError naming the argument `name` unless `value` is an int and no bool."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise bad(name, expected="an int", got=repr(value), fix=f"pass {name} as an int", kind=TypeError)
+
+
+def check_target(target: "torch.dtype | torch.device | str") -> None:
+    """Raise TypeError unless `target` is a float dtype as in `check_float`, or names a device."""
+    if isinstance(target, torch.dtype):
+        check_float("dtype", target)
+        return
+    try:
+        torch.device(target)
+    except (RuntimeError, TypeError) as error:
+        expected, fix = "a torch float dtype or a device", "pass torch.float32 or 'cpu'"
+        raise bad("target", expected=expected, got=repr(target), fix=fix, kind=TypeError) from error
+
+
 def check_float(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError naming the argument `name` unless `dtype` is a torch float dtype of at least 16 bits."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
@@ -136,6 +169,17 @@ def check_block(block: tuple[int, int]) -> None:
         raise bad("block", expected="two positive ints", got=repr(block), fix=fix, kind=TypeError)
     if len(block) != 2 or min(block) < 1:
         raise bad("block", expected="two positive ints", got=repr(block), fix=fix)
+
+
+def scale_names(weight: str, present: Mapping[str, Tensor] | None = None) -> list[str]:
+    """Return the names a checkpoint may give the block scales of the tensor (O, I) called `weight`.
+
+    With `present`, only the names found there; none for a bias.
+    """
+    if not weight.endswith(".weight"):
+        return []
+    names = [weight.removesuffix("weight") + scale for scale in SCALE_NAMES]
+    return names if present is None else [name for name in names if name in present]
 
 
 def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

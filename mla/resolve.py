@@ -169,6 +169,11 @@ def gpu_of(text: str, itemsize: int) -> Gpu:
         raise bad("--gpu", expected=expected, got=got, fix=f"write {name}:TFLOPS:GBPS, or use --dtype bfloat16")
     given = [float(rate) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?", rate) else 0.0 for rate in rates]
     if not name or len(rates) != 2 or not all(0 < rate < 1e9 for rate in given):
-        expected = f"one of {', '.join(GPUS)}, or NAME:TFLOPS:GBPS, both above 0 and below 1e9"
-        raise bad("--gpu", expected=expected, got=repr(text), fix="give your own as mine:989:4800 (TFLOP/s, GB/s)")
+        expected = f"one of {', '.join(GPUS)}, or NAME:TFLOPS:GBPS"
+        raise bad(
+            "--gpu",
+            expected=expected,
+            got=repr(text),
+            fix="give your own as mine:989:4800 (TFLOP/s, GB/s; above 0, below 1e9)",
+        )
     return Gpu.measured(name, given[0] * 1e12, given[1] * 1e9, itemsize=itemsize)

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from mla.checkpoint import (
     FP8,
-    SCALE_NAMES,
     check_block,
     check_float,
+    check_int,
+    check_target,
     dequantise_blocks,
     find_prefix,
     read_tensors,
+    scale_names,
     scale_shape,
     tensor_files,
+    tensors_under,
 )
 from mla.config import MLAConfig
 from mla.errors import bad
@@ -123,11 +126,7 @@ class MLAWeights:
         check_block(block)
         if not isinstance(config, MLAConfig):
             raise bad("config", expected="an MLAConfig", got=repr(config), fix="see MLAConfig.from_hf", kind=TypeError)
-        if not isinstance(state_dict, Mapping):
-            got = type(state_dict).__name__
-            raise bad("state_dict", expected="a dict of tensors", got=got, fix="see MLAWeights.load", kind=TypeError)
-        short = {name[len(prefix) :]: tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        dense = _dense_tensors(short, config, prefix, block)
+        dense = _dense_tensors(tensors_under(state_dict, prefix), config, prefix, block)
         if dtype is None:
             dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in dense.values()))
         parts = _split({name: tensor.to(dtype) for name, tensor in dense.items()}, config)
@@ -179,11 +178,11 @@ class MLAWeights:
         """Return the heads of tensor-parallel `rank` of `world`: heads `rank N/world` up to `(rank + 1) N/world`.
 
         W_UQ, W_QR, W_UK, W_UV and W_O keep N/world heads (views), the rest is replicated. The ranks' `project_output`
-        sum to the whole, so only rank 0 keeps b_O. Raises ValueError when N is not a multiple of world, TypeError for no int.
+        sum to the whole, so only rank 0 keeps b_O. Raises ValueError when N is not a multiple of world,
+        TypeError for no int.
         """
-        for name, value in (("rank", rank), ("world", world)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise bad(name, expected="an int", got=repr(value), fix="ranks count from 0", kind=TypeError)
+        check_int("rank", rank)
+        check_int("world", world)
         N = self.W_UK.shape[1]
         if world < 1 or N % world:
             raise bad("world", expected=f"a divisor of the {N} heads", got=repr(world), fix="use fewer or more ranks")
@@ -198,14 +197,7 @@ class MLAWeights:
 
         Raises TypeError unless `target` is a torch float dtype or a device.
         """
-        if isinstance(target, torch.dtype):
-            check_float("dtype", target)
-        else:
-            try:
-                target = torch.device(target)
-            except (RuntimeError, TypeError) as error:
-                expected, fix = "a torch float dtype or a device", "pass torch.float32 or 'cpu'"
-                raise bad("target", expected=expected, got=repr(target), fix=fix, kind=TypeError) from error
+        check_target(target)
         moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **{k: v.to(target) for k, v in moved.items() if v is not None})
 
@@ -263,14 +255,8 @@ def _dense_tensors(
     short: Mapping[str, Tensor], config: MLAConfig, prefix: str, block: tuple[int, int]
 ) -> dict[str, Tensor]:
     """Return every expected tensor dequantised, or raise one error with every complaint."""
-    others = [
-        f"{prefix}{name} {type(tensor).__name__}" for name, tensor in short.items() if not torch.is_tensor(tensor)
-    ]
-    if others:
-        got, fix = ", ".join(others), "convert them, as with torch.from_numpy"
-        raise bad("state_dict", expected="torch tensors", got=got, fix=fix, kind=TypeError)
     shapes = hf_shapes(config)
-    scales = {name: _scale_names(name, short) for name in shapes}
+    scales = {name: scale_names(name, short) for name in shapes}
     known = set(shapes).union(*scales.values())
     complaints = [f"surplus {prefix}{name} {tuple(short[name].shape)}" for name in short if name not in known]
     dense: dict[str, Tensor] = {}
@@ -288,13 +274,15 @@ def _dense_tensors(
         elif len(shape) != 2:
             complaints.append(f"unreadable dtype {tensor.dtype} of {prefix}{name}, which is no matrix")
         elif len(scales[name]) != 1:
-            wanted = " or ".join(prefix + scale for scale in _scale_names(name))
+            wanted = " or ".join(prefix + scale for scale in scale_names(name))
             complaints.append(f"fp8 {prefix}{name} with {len(scales[name])} scales instead of one of {wanted}")
         elif short[scales[name][0]].shape != scale_shape(shape, block):
             got, expected = tuple(short[scales[name][0]].shape), scale_shape(shape, block)
             complaints.append(
                 f"wrong shape {prefix}{scales[name][0]} {got} instead of {expected} for blocks of {block}"
             )
+        elif not short[scales[name][0]].is_floating_point():
+            complaints.append(f"unreadable dtype {short[scales[name][0]].dtype} of {prefix}{scales[name][0]}")
         else:
             dense[name] = dequantise_blocks(tensor, short[scales[name][0]], block)
     if complaints:
@@ -305,10 +293,3 @@ def _dense_tensors(
             fix="check config and prefix; turn other quantised layers dense with mla.checkpoint.read_linear",
         )
     return dense
-
-
-def _scale_names(weight: str, present: Mapping[str, Tensor] | None = None) -> list[str]:
-    if not weight.endswith(".weight"):
-        return []
-    names = [weight.removesuffix("weight") + scale for scale in SCALE_NAMES]
-    return names if present is None else [name for name in names if name in present]

@@ -221,7 +221,10 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
             "absent.csv: expected a file with a trace, got no such file. Fix: check the path.",
         ),
         (["compare", "--config", "absent.toml"], "absent.toml: expected a readable TOML file"),
-        (["compare", "--page-size", "0"], "page_size: expected a whole number of at least 1, got '0' (flag)."),
+        (
+            ["compare", "--page-size", "0"],
+            "page_size: expected a whole number of at least 1, at most 2147483647, got '0' (flag).",
+        ),
         (["compare", "--max-workspace-tokens", "63"], "max_workspace_tokens: expected at least one page of 64 tokens"),
         (["compare", "--model", "deepsek-v3"], "did you mean 'deepseek-v3'?"),
         (["compare", "--model", "deepseek-v3.2"], "index_topk"),
@@ -758,3 +761,20 @@ def test_a_tier_that_exits_in_attend_is_a_failed_check_and_in_the_list_a_reason(
 )
 def test_what_is_contradictory_empty_or_beyond_all_bounds_is_a_sentence(words, text):
     assert sentence_of(*words).startswith(f"error: {text}")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SystemExit(0), "error: a tier ended the program (SystemExit: 0). Fix: "),
+        (MemoryError("596 GiB"), "error: not enough memory (596 GiB). Fix: "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "error: not enough memory (DefaultCPUAllocator: "),
+    ],
+)
+def test_an_exit_of_a_tier_and_a_lack_of_memory_are_sentences(capsys, error, text):
+    with pytest.raises(typer.Exit) as caught, mla.output.sentences():
+        raise error
+    assert caught.value.exit_code == 2
+    assert capsys.readouterr().err.startswith(text)
+    with pytest.raises(RuntimeError, match=r"^a bug$"), mla.output.sentences():
+        raise RuntimeError("a bug")

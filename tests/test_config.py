@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -170,8 +172,8 @@ def test_who_rotates_which_way() -> None:
     assert not preset("hy4").rope.interleaved
     assert not config(rope_interleave=False).rope.interleaved
     assert preset("kimi-linear-48b").rope.type == preset("kimi-k3").rope.type == "none"
-    assert config(model_type="kimi_linear").rope.type == "none"
-    assert config(qk_rope_head_dim=0).R == 0
+    assert config(model_type="kimi_linear", **PLAIN).rope.type == "none"
+    assert config(qk_rope_head_dim=0, **PLAIN).R == 0
 
 
 def test_multimodal_and_other_names() -> None:
@@ -182,7 +184,7 @@ def test_multimodal_and_other_names() -> None:
     assert (model.max_position_embeddings, model.num_hidden_layers) == (77, 6)
 
 
-def test_from_a_file_and_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_from_a_file_and_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3))
     assert MLAConfig.from_hf(tmp_path) == MLAConfig.from_hf(str(tmp_path / "config.json")) == config()
     (tmp_path / "config.json").write_text("{'no': json")
@@ -250,6 +252,66 @@ def test_E5_bad_values_raise_and_name_the_field(changes: dict[str, object], fiel
     what, fix = str(error.value).split(" Fix: ")
     assert field in what
     assert fix
+
+
+MALFORMED: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"rope_scaling": "yarn"}, TypeError, "rope_scaling"),
+    ({"rope_scaling": [1]}, TypeError, "rope_scaling"),
+    ({"rope_parameters": 3}, TypeError, "rope_parameters"),
+    ({"llama_4_scaling": "x"}, TypeError, "llama_4_scaling"),
+    ({"llama_4_scaling": {"beta": 0.1}}, ValueError, "llama_4_scaling"),
+    ({"llama_4_scaling": {"original_max_position_embeddings": 4096}}, ValueError, "llama_4_scaling"),
+    ({"qk_nope_head_dim": -64, "partial_rotary_factor": 0.5}, ValueError, "qk_nope_head_dim"),
+    ({"hidden_size": 10**400, "model_type": "longcat_flash"}, ValueError, "hidden_size"),
+    ({"partial_rotary_factor": "a"}, TypeError, "partial_rotary_factor"),
+    ({"partial_rotary_factor": 10**400}, ValueError, "partial_rotary_factor"),
+    ({"rope_scaling": YARN | {"partial_rotary_factor": "a"}}, ValueError, "partial_rotary_factor"),
+    ({"rope_theta": 10**400}, ValueError, "rope.theta"),
+    ({"layer_types": 3}, TypeError, "layer_types"),
+    ({"layer_types": "full_attention"}, TypeError, "layer_types"),
+    ({"layer_group_size": "2"}, TypeError, "layer_group_size"),
+    ({"layer_group_size": True}, TypeError, "layer_group_size"),
+    ({"kv_source_layers": 2}, TypeError, "kv_source_layers"),
+    ({"no_rope_layers": 2}, TypeError, "no_rope_layers"),
+    ({"unpublished": 3}, TypeError, "unpublished"),
+    ({"num_layers": "a"}, TypeError, "num_layers"),
+]
+CONTRADICTORY: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"rope_scaling": YARN | {"original_max_position_embeddings": 4096.5}}, ValueError, "rope.original_max_position_"),
+    ({"rope_scaling": YARN | {"factor": 0.5}}, ValueError, "rope.factor"),
+    ({"rope_scaling": YARN | {"type": "deepseek_yarn", "factor": 0.5}}, ValueError, "rope.factor"),
+    ({"mla_use_nope": "false", **PLAIN}, TypeError, "mla_use_nope"),
+    ({"mla_use_nope": True}, ValueError, "rope_scaling"),
+    ({"qk_rope_head_dim": 0}, ValueError, "rope_scaling"),
+    ({"mla_use_nope": True, "rope_scaling": {"type": "foo"}}, ValueError, "rope.type"),
+    ({"qk_rope_head_dim": 0, "rope_scaling": {"type": "foo"}}, ValueError, "rope.type"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "field"), MALFORMED, ids=lambda value: str(value)[:40])
+def test_malformed_fields_are_named(changes: dict[str, object], kind: type[Exception], field: str) -> None:
+    with pytest.raises(kind, match=rf"^{re.escape(field)}.*: expected .* Fix: ") as error:
+        config(**changes)
+    assert error.type is kind
+
+
+@pytest.mark.parametrize(("changes", "kind", "field"), CONTRADICTORY, ids=lambda value: str(value)[:40])
+def test_contradictory_rotations_are_refused(changes: dict[str, object], kind: type[Exception], field: str) -> None:
+    with pytest.raises(kind, match=rf"^{re.escape(field)}.*: expected .* Fix: ") as error:
+        config(**changes)
+    assert error.type is kind
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"a": "\xff"}', b"[" * 100000, b'{"hidden_size": ' + b"9" * 5000 + b"}"],
+    ids=["empty", "latin-1", "deep", "endless number"],
+)
+def test_damaged_config_files_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^source: expected JSON, got config\.json: .* Fix: ") as error:
+        MLAConfig.from_hf(tmp_path)
+    assert error.type is ValueError
 
 
 def test_missing_fields_are_listed_in_one_error() -> None:

@@ -115,8 +115,10 @@ def test_what_is_unknown_is_named_with_the_nearest(spec, options, kind, text):
 
 def test_an_error_inside_a_tier_is_not_taken_for_a_wrong_option(install):
     install("fake_broken", {"broken": "fake_broken:make"}, "def make(form='x'):\n    raise TypeError('of its own')\n")
-    with pytest.raises(TypeError, match=r"^of its own$"):
+    text = r"^tier: expected a tier that can be made, got broken: TypeError: of its own\."
+    with pytest.raises(ValueError, match=text) as caught:
         tiers.get("broken")
+    assert str(caught.value.__cause__) == "of its own"
 
 
 # from a file

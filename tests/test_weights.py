@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,7 +150,8 @@ def test_dtype_is_the_widest_found_unless_given() -> None:
 
 def write_checkpoint(folder: Path, layers: int, prefix: str = "model.layers.{}.self_attn.") -> list[MLAWeights]:
     """One shard a layer, with an index, and tensors of other modules beside the attention."""
-    weight_map, made = {}, []
+    weight_map: dict[str, str] = {}
+    made = []
     for layer in range(layers):
         made.append(MLAWeights.random(TOY, seed=layer))
         tensors = made[-1].to_hf(TOY, prefix.format(layer))
@@ -178,7 +181,7 @@ def test_load_from_one_file_reads_only_this_layer(tmp_path: Path, monkeypatch: p
     read: list[str] = []
 
     class Counting:
-        def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        def __init__(self, *args, **kwargs) -> None:
             self.file = original(*args, **kwargs)
 
         def __enter__(self) -> "Counting":
@@ -367,3 +370,90 @@ def test_weights_made_by_hand_are_checked() -> None:
         dataclasses.replace(weights, W_O=weights.W_O.double())
     with pytest.raises(ValueError, match="b_DKV and b_KR: expected both or neither"):
         dataclasses.replace(weights, b_KR=None)
+
+
+INDEX = "model.safetensors.index.json"
+NAMES = [f"model.layers.0.self_attn.{name}" for name in hf_shapes(TOY)]
+DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "garbage": ("model.safetensors", lambda whole: b"hello, this is no checkpoint"),
+    "truncated": ("model.safetensors", lambda whole: whole[:-100]),
+    "empty": ("model.safetensors", lambda whole: b""),
+    "index no JSON": (INDEX, lambda whole: b"{"),
+    "index not UTF-8": (INDEX, lambda whole: b"\xff"),
+    "index without a map": (INDEX, lambda whole: b"{}"),
+    "index with a list": (INDEX, lambda whole: b'{"weight_map": [1]}'),
+    "index is a list": (INDEX, lambda whole: b"[]"),
+    "index names 3": (INDEX, lambda whole: json.dumps({"weight_map": dict.fromkeys(NAMES, 3)}).encode()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_checkpoints_are_named(damage: str, tmp_path: Path) -> None:
+    whole = tmp_path / "model.safetensors"
+    save_file(MLAWeights.random(TOY).to_hf(TOY, "model.layers.0.self_attn."), whole)
+    MLAWeights.load(tmp_path, TOY, layer=0)
+    file, break_it = DAMAGED[damage]
+    (tmp_path / file).write_bytes(break_it(whole.read_bytes()))
+    with pytest.raises(ValueError, match=rf"^path: expected .*{file}.* Fix: download it again\.") as error:
+        MLAWeights.load(tmp_path, TOY, layer=0)
+    assert error.type is ValueError
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, "g.safetensors")}))
+    (tmp_path / "g.safetensors").write_bytes(b"xx")
+    with pytest.raises(ValueError, match=r"^path: expected .*g\.safetensors.* Fix: download it again\."):
+        MLAWeights.load(tmp_path, TOY, layer=0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, "float32"]
+)
+def test_only_float_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = MLAWeights.random(TOY)
+    save_file(weights.to_hf(TOY, "model.layers.0.self_attn."), tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match=r"^dtype: expected a torch float dtype.* Fix: "):
+        MLAWeights.load(tmp_path, TOY, layer=0, dtype=dtype)
+    with pytest.raises(TypeError, match=r"^dtype: expected a torch float dtype.* Fix: "):
+        MLAWeights.from_hf(weights.to_hf(TOY), TOY, dtype=dtype)
+    with pytest.raises(TypeError, match=r"^(dtype|target): expected a torch float dtype.* Fix: "):
+        weights.to(dtype)
+
+
+HF = MLAWeights.random(TOY).to_hf(TOY)
+NUMPY: dict[str, Any] = {name: tensor.numpy() for name, tensor in HF.items()}
+NORM8 = {"kv_a_layernorm.weight": HF["kv_a_layernorm.weight"].to(torch.float8_e4m3fn)}
+KV_B8 = {"kv_b_proj.weight": HF["kv_b_proj.weight"].to(torch.float8_e4m3fn)}
+MISUSES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "None": (lambda: MLAWeights.from_hf(None, TOY), TypeError, "state_dict"),  # type: ignore[arg-type]
+    "ints": (lambda: MLAWeights.from_hf(HF | {"o_proj.weight": 1}, TOY), TypeError, "state_dict.*o_proj.weight int"),  # type: ignore[arg-type]
+    "numpy": (lambda: MLAWeights.from_hf(NUMPY, TOY), TypeError, "state_dict.*o_proj.weight ndarray"),
+    "config": (lambda: MLAWeights.from_hf(HF, {}), TypeError, "config"),  # type: ignore[arg-type]
+    "block 0": (lambda: MLAWeights.from_hf(HF, TOY, block=(0, 128)), ValueError, "block"),
+    "block of three": (lambda: MLAWeights.from_hf(HF, TOY, block=(1, 1, 1)), ValueError, "block"),  # type: ignore[arg-type]
+    "block 128": (lambda: MLAWeights.from_hf(HF, TOY, block=128), TypeError, "block"),  # type: ignore[arg-type]
+    "fp8 norm": (
+        lambda: MLAWeights.from_hf(HF | NORM8 | {"kv_a_layernorm.weight_scale": torch.ones(1)}, TOY),
+        ValueError,
+        "state_dict.*kv_a_layernorm.weight",
+    ),
+    "int scale": (
+        lambda: MLAWeights.from_hf(HF | KV_B8 | {"kv_b_proj.weight_scale_inv": torch.ones(1, 1).byte()}, TOY),
+        ValueError,
+        "state_dict.*kv_b_proj.weight_scale_inv",
+    ),
+    "1-d weight": (lambda: dequantise_blocks(NORM8["kv_a_layernorm.weight"], torch.ones(1)), ValueError, "weight"),
+    "rank 0.0": (lambda: MLAWeights.random(TOY).shard(0.0, 3), TypeError, "rank"),  # type: ignore[arg-type]
+    "rank True": (lambda: MLAWeights.random(TOY).shard(True, 3), TypeError, "rank"),
+    "world 3.0": (lambda: MLAWeights.random(TOY).shard(0, 3.0), TypeError, "world"),  # type: ignore[arg-type]
+    "path": (lambda: MLAWeights.load(None, TOY, 0), TypeError, "path"),  # type: ignore[arg-type]
+    "layer": (lambda: find_prefix(NAMES, 0.0), TypeError, "layer"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_names_the_argument(misuse: str) -> None:
+    call, kind, name = MISUSES[misuse]
+    with pytest.raises(kind, match=rf"^{name}.* Fix: ") as error:
+        call()
+    assert error.type is kind

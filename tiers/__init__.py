@@ -36,8 +36,8 @@ def get(spec: str | os.PathLike[str] | dict[str, str], **options: Any) -> Tier:
     """Return a tier by name, by `name:form`, by the path of a Python file, or two of them by {decode=..., prefill=...}.
 
     A file defines `tier`, or `attend` and optionally `why_not`. `options` go to the tier (form, max_workspace_tokens).
-    Raises ValueError or TypeError naming what is unknown, with the nearest name; an optional package that is missing
-    is named with its extra.
+    Raises ValueError or TypeError naming what is unknown, with the nearest name, a form that `name:form` contradicts,
+    or a tier whose own code fails or exits; an optional package that is missing is named with its extra.
     """
     if isinstance(spec, dict):
         if set(spec) != {"decode", "prefill"}:
