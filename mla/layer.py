@@ -175,7 +175,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, ["layout", "page_size", *known], 1, cutoff=0.0)[0]
-            fix = "config and weights give it" if name in DERIVED else f"did you mean {near!r}?"
+            fix = "config and weights give it" if name in DERIVED else f"did you mean {near!r}"
             raise bad(name, expected=f"an option among {', '.join(known)}", got=name, fix=fix, kind=TypeError)
 
 

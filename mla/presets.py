@@ -256,5 +256,5 @@ def preset(name: str) -> MLAConfig:
     found = ALIASES.get(name, name)
     if found not in PRESETS:
         near = difflib.get_close_matches(name, [*PRESETS, *ALIASES], n=1, cutoff=0.0)[0]
-        raise bad("preset", expected=f"one of {', '.join(PRESETS)}", got=repr(name), fix=f"did you mean {near!r}?")
+        raise bad("preset", expected=f"one of {', '.join(PRESETS)}", got=repr(name), fix=f"did you mean {near!r}")
     return MLAConfig.from_hf({**V3, **PRESETS[found], "name": name})

@@ -226,7 +226,7 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
             "page_size: expected a whole number of at least 1, at most 2147483647, got '0' (flag).",
         ),
         (["compare", "--max-workspace-tokens", "63"], "max_workspace_tokens: expected at least one page of 64 tokens"),
-        (["compare", "--model", "deepsek-v3"], "did you mean 'deepseek-v3'?"),
+        (["compare", "--model", "deepsek-v3"], "did you mean 'deepseek-v3'."),
         (["compare", "--model", "deepseek-v3.2"], "index_topk"),
         (["compare", "--model", "absent.json"], "absent.json"),
         (["compare", "--num-pages", "3"], "num_pages"),
