@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mla.commands.flags import Outcome, Run, command
 from mla.errors import bad
-from mla.flags import Outcome, Run, command
 from mla.settings import RunSettings, TierPair, parse_tier
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ MACHINE = ("device", "threads")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from mla.environment import own_version
+        from mla.commands.environment import own_version
 
         typer.echo(f"mla-tiers {own_version()}")
         raise typer.Exit
@@ -77,10 +77,10 @@ def compare(run: Run) -> Outcome:
 
     Exit code 0: all right; 1: a tier is wrong; 2: a tier refused, or bad usage.
     """
-    from mla.output import progress
-    from mla.records import model_record, replay_record
-    from mla.report import compare_blocks
-    from mla.resolve import model_of, replay_spec_of, requests_of
+    from mla.commands.output import progress
+    from mla.commands.records import model_record, replay_record
+    from mla.commands.report import compare_blocks
+    from mla.commands.resolve import model_of, replay_spec_of, requests_of
     from mla.serving.replay import replay
 
     spec = replay_spec_of(run.settings, model_of(run.settings))
@@ -108,10 +108,10 @@ def check(
     Exit code 0: all right; 1: a case failed; 2: the tier refused all cases, or bad usage.
     """
     from mla import conformance
-    from mla.output import progress
-    from mla.records import check_record
-    from mla.report import check_blocks
-    from mla.resolve import device_of
+    from mla.commands.output import progress
+    from mla.commands.records import check_record
+    from mla.commands.report import check_blocks
+    from mla.commands.resolve import device_of
 
     cases, results = conformance.suite(suite), []
     found, device = tier_of(parse_tier(tier), run.settings), device_of(run.settings)
@@ -131,9 +131,9 @@ ASK = typer.Option(metavar="NAME=VALUE", help="Ask for more: a field of Need, su
 def tiers(run: Run, ask: Annotated[list[str] | None, ASK] = None) -> Outcome:
     """Say which tiers can run here for a model, and every reason of those that cannot."""
     import tiers as registry
-    from mla.records import model_record
-    from mla.report import tiers_blocks
-    from mla.resolve import asked_of, model_of, need_of
+    from mla.commands.records import model_record
+    from mla.commands.report import tiers_blocks
+    from mla.commands.resolve import asked_of, model_of, need_of
 
     s, config, asked = run.settings, model_of(run.settings), asked_of(ask or [])
     need = need_of(s, config, asked)
@@ -163,9 +163,9 @@ GPU = typer.Option(metavar="GPU", help="A known GPU, or NAME:TFLOPS:GBPS for cei
 def cost(run: Run, batch: Annotated[str, BATCH] = "16q1s4k", gpu: Annotated[list[str] | None, GPU] = None) -> Outcome:
     """Count the bytes and FLOPs of attention before anything runs: which form wins, and from where on."""
     from mla.batch import parse_batch
-    from mla.records import cost_record, model_record
-    from mla.report_figures import cost_blocks
-    from mla.resolve import dtype_of, gpu_of, layout_of, model_of, require_tokens
+    from mla.commands.figures import cost_blocks
+    from mla.commands.records import cost_record, model_record
+    from mla.commands.resolve import dtype_of, gpu_of, layout_of, model_of, require_tokens
 
     require_tokens(batch, parse_batch(batch)[0])
     config = model_of(run.settings)
@@ -196,11 +196,11 @@ def bench(
     Exit code 0: all timed; 1: a tier is wrong and was not timed; 2: a tier refused, or bad usage.
     """
     from mla.bench import bench_case
-    from mla.output import progress
+    from mla.commands.figures import bench_blocks
+    from mla.commands.output import progress
+    from mla.commands.records import bench_record, model_record
+    from mla.commands.resolve import case_of, decode_step_of, device_of, dtype_of, gpu_of, layout_of, model_of
     from mla.peers import decode_beside_transformers
-    from mla.records import bench_record, model_record
-    from mla.report_figures import bench_blocks
-    from mla.resolve import case_of, decode_step_of, device_of, dtype_of, gpu_of, layout_of, model_of
 
     s, config, device = run.settings, model_of(run.settings), device_of(run.settings)
     ceiling = gpu_of(gpu, dtype_of(s).itemsize) if gpu else None
@@ -248,11 +248,11 @@ def tune(
 
     A table serves one model size and dtype; those of other sizes in the file stay.
     """
-    from mla.environment import environment
-    from mla.output import progress
-    from mla.records import tune_record
-    from mla.report_figures import tune_blocks
-    from mla.resolve import case_of, counts_of, model_of, tables_of
+    from mla.commands.environment import environment
+    from mla.commands.figures import tune_blocks
+    from mla.commands.output import progress
+    from mla.commands.records import tune_record
+    from mla.commands.resolve import case_of, counts_of, model_of, tables_of
     from mla.tune import FormCosts, measure, regret
 
     s, path = run.settings, file or str(run.settings.tune_file or "mla-tune.json")
@@ -278,9 +278,9 @@ def tune(
 @command(app, SETTINGS)
 def info(run: Run) -> Outcome:
     """Report the environment, every setting with its source, and what the defaults come to."""
-    from mla.records import info_record
-    from mla.report import info_blocks
-    from mla.resolve import layout_of, model_of, requests_of
+    from mla.commands.records import info_record
+    from mla.commands.report import info_blocks
+    from mla.commands.resolve import layout_of, model_of, requests_of
 
     config = model_of(run.settings)
     longest = max(r.input_length + r.output_length - 1 for r in requests_of(run.settings)[1])  # the last is not cached

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-import mla.output
+import mla.commands.output
 from mla import conformance
 from mla.cli import app
-from mla.output import Grid, progress, show
-from mla.report import compare_blocks, ratio
+from mla.commands.output import Grid, progress, show
+from mla.commands.report import compare_blocks, ratio
 from mla.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
@@ -296,7 +296,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
     def broken(*given):
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr("mla.resolve.model_of", broken)
+    monkeypatch.setattr("mla.commands.resolve.model_of", broken)
     with pytest.raises(TypeError, match="unsupported operand"):
         mla_run("info")
 
@@ -565,7 +565,7 @@ def terminal(monkeypatch):
     def make(width: int) -> io.StringIO:
         file = io.StringIO()
         console = Console(file=file, force_terminal=True, color_system="standard", width=width)
-        monkeypatch.setattr(mla.output, "Console", lambda **words: console)
+        monkeypatch.setattr(mla.commands.output, "Console", lambda **words: console)
         return file
 
     return make
@@ -772,9 +772,9 @@ def test_what_is_contradictory_empty_or_beyond_all_bounds_is_a_sentence(words, t
     ],
 )
 def test_an_exit_of_a_tier_and_a_lack_of_memory_are_sentences(capsys, error, text):
-    with pytest.raises(typer.Exit) as caught, mla.output.sentences():
+    with pytest.raises(typer.Exit) as caught, mla.commands.output.sentences():
         raise error
     assert caught.value.exit_code == 2
     assert capsys.readouterr().err.startswith(text)
-    with pytest.raises(RuntimeError, match=r"^a bug$"), mla.output.sentences():
+    with pytest.raises(RuntimeError, match=r"^a bug$"), mla.commands.output.sentences():
         raise RuntimeError("a bug")

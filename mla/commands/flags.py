@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from mla.environment import environment
-from mla.output import Block, check_target, sentences, show, write
+from mla.commands.environment import environment
+from mla.commands.output import Block, check_target, sentences, show, write
 from mla.settings import RunSettings, Source, load_settings
 
 

@@ -1,11 +1,11 @@
-"""From records to what a person reads: each function returns blocks for `mla.output.show`."""
+"""From records to what a person reads: each function returns blocks for `mla.commands.output.show`."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mla.output import Block, Grid
+from mla.commands.output import Block, Grid
 
 Record = Mapping[str, Any]
 

@@ -1,12 +1,12 @@
-"""From records of costs and times to what a person reads: blocks for `mla.output.show`, as in `mla.report`.
+"""From records of costs and times to what a person reads: blocks, as in `mla.commands.report`.
 
 Axes: N heads, L KV rank, P nope, R rope, V value.
 """
 
 from collections.abc import Sequence
 
-from mla.output import Block, Grid
-from mla.report import Record, count, mebi, model_line, number, ratio, sentences_of
+from mla.commands.output import Block, Grid
+from mla.commands.report import Record, count, mebi, model_line, number, ratio, sentences_of
 
 
 def bench_blocks(record: Record) -> list[Block]:

@@ -16,7 +16,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     cuda = device.startswith("cuda") and torch.cuda.is_available()
     return {
         "mla": own_version(),
-        "commit": _commit(Path(__file__).parents[1]),
+        "commit": _commit(Path(__file__).parents[2]),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
