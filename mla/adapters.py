@@ -1,6 +1,6 @@
-"""Make a tier from less than a tier: from one function, or from two tiers.
+"""Make a tier from less than a tier: from one function, from an absorbed kernel, or from two tiers.
 
-Axes: T new tokens (packed over requests), N heads, P nope, R rope, V value.
+Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V value.
 """
 
 import dataclasses
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import CacheSpec, PagedLatentCache
-from mla.checks import check_int
+from mla.checks import check_equal, check_int
 from mla.errors import bad
 from mla.need import Need, refuse_features
-from mla.projections import Query, UpProjection
+from mla.projections import Query, UpProjection, absorb_query, project_values
 from mla.state import AttentionState
 from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare
 
 Attend = Callable[[Query, PagedLatentCache, AttentionBatch, UpProjection, Need], AttentionState]
+LatentKernel = Callable[[Tensor, Tensor, PagedLatentCache, AttentionBatch, Need], AttentionState]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,27 @@ def from_attend(name: str, attend: Attend, why_not: Callable[[Need], list[str]] 
         if not callable(function) and not (argument == "why_not" and function is None):
             raise bad(argument, expected="a function", got=repr(function), fix="see tiers/template.py", kind=TypeError)
     return FunctionTier(name, attend, why_not)
+
+
+def from_latent(name: str, kernel: LatentKernel, why_not: Callable[[Need], list[str]] | None = None) -> Tier:
+    """Wrap a raw kernel `kernel(q_latent, q_pe, cache, batch, need) -> AttentionState` as a tier.
+
+    The kernel gets the absorbed query q_latent (T, N, L), rounded to the query's dtype, and q_pe (T, N, R); it returns
+    the latent output (T, N, L) and natural-log lse (T, N), a row that sees no key as 0 and -inf. The wrapper absorbs
+    W_UK before and multiplies with W_UV after, both in promote(dtype, float32). In float16 an absorbed query overflows
+    past 65504. Raises TypeError as `from_attend` does. Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.2.
+    """
+    if not callable(kernel):
+        raise bad("kernel", expected="a function", got=repr(kernel), fix="from_latent('mine', kernel)", kind=TypeError)
+
+    def attend(
+        q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProjection, need: Need
+    ) -> AttentionState:
+        q_latent = absorb_query(q.nope, up.W_UK).to(q.nope.dtype)
+        latent = kernel(q_latent, q.pe, cache, batch, need)
+        return AttentionState(project_values(latent.out, up.W_UV), latent.lse)
+
+    return from_attend(name, attend, why_not)
 
 
 @dataclass(frozen=True)
@@ -127,6 +149,7 @@ class ComposedTier(Tier):
     ) -> AttentionState:
         """Attend each half and put its rows, out (T, N, V) and lse (T, N), where they belong in the batch."""
         check_attend(q, cache, prepared, plan, out)
+        check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
         T, N, V = plan.batch.num_tokens, plan.need.N, plan.need.V
         whole = AttentionState.empty(T, N, V, dtype=plan.need.compute_dtype, device=plan.need.device)
         for half, tier in self._halves():

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mla.checks import check_int
+from mla.checks import check_device, check_int
 from mla.errors import bad
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -122,6 +122,10 @@ class CacheSpec:
     def __post_init__(self) -> None:
         check_int("pages", self.pages, 0, "pass the pages of the pool")
         check_int("page_size", self.page_size, 1, "pass page_size=64")
+        if not hasattr(self.layout, "storage_width"):
+            got, fix = repr(self.layout), "FloatRows(L, R, dtype)"
+            raise bad("layout", expected="a cache layout", got=got, fix=fix, kind=TypeError)
+        check_device(self.device)
 
 
 @dataclass(frozen=True, eq=False)

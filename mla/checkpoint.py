@@ -54,6 +54,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         expected = "a weight_map from tensor names to file names"
         raise bad("path", expected=expected, got=f"{index} without one", fix="download it again")
+    for file in weight_map.values():
+        if Path(file).name != file:
+            expected = "shards in the folder of the index"
+            raise bad("path", expected=expected, got=f"{file!r} in {index}", fix="keep the shards beside it")
     return weight_map
 
 

@@ -39,6 +39,13 @@ def check_device(device: Any) -> None:
         raise bad("device", expected="a device of this machine", got=repr(device), fix="'cpu'", kind=kind) from error
 
 
+def check_type(name: str, got: object, expected: type, fix: str) -> None:
+    """Raise TypeError, naming `name`, unless `got` is an `expected`."""
+    if not isinstance(got, expected):
+        kind = f"a {expected.__name__}"
+        raise bad(name, expected=kind, got=repr(got)[:80], fix=fix, kind=TypeError)
+
+
 def check_equal(name: str, got: object, expected: object, fix: str, kind: type[Exception] = ValueError) -> None:
     """Raise `kind`, naming `name`, unless `got` equals `expected`."""
     if got != expected:

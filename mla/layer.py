@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mla.batch import AttentionBatch
 from mla.cache import CacheLayout, CacheSpec, FloatRows, PagedLatentCache
+from mla.checks import check_type
 from mla.config import MLAConfig
 from mla.errors import bad
 from mla.need import Need
@@ -53,6 +54,7 @@ class MLALayer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_type("config", config, MLAConfig, "mla.presets.preset or MLAConfig.from_hf makes one")
         config.require_supported()
         if not hasattr(tier, "attend"):
             raise bad("tier", expected="a tier", got=repr(tier), fix="tiers.get('paged') makes one", kind=TypeError)
@@ -63,6 +65,7 @@ class MLALayer(nn.Module):
 
     def _adopt(self, weights: MLAWeights) -> None:
         """Build the Need and prepare; nothing has changed where that raises."""
+        check_type("weights", weights, MLAWeights, "MLAWeights.load or .random makes them")
         config, W_UK = self.config, weights.W_UK
         _check_weights(weights, config)
         layout = FloatRows(config.L, config.R, W_UK.dtype) if self._layout is None else self._layout
@@ -98,6 +101,7 @@ class MLALayer(nn.Module):
         hidden (T, H), positions (T,) int64; nope (T, N, P) and pe (T, N, R), kv_c (T, L) and k_pe (T, R), all in
         hidden's dtype. Raises ValueError or TypeError naming the argument.
         """
+        check_type("hidden", hidden, Tensor, "pass hidden states (T, H)")
         q = project_query(hidden, positions, self.weights, self.config)
         return q, *project_latent(hidden, positions, self.weights, self.config)
 
@@ -116,6 +120,7 @@ class MLALayer(nn.Module):
         scratch that `capacity` allows, which stays with `plan` if one is given. Raises ValueError or TypeError naming
         the argument; then nothing is written.
         """
+        check_type("hidden", hidden, Tensor, "pass hidden states (T, H)")
         if batch is None:
             self.project(hidden, torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device))
             self.plan(into=plan).reserve()

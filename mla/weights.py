@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from mla.cache import FLOAT_DTYPES
 from mla.checkpoint import (
     FP8,
     check_block,
@@ -78,6 +79,9 @@ class MLAWeights:
             if tensor is not None and (tensor.dtype != self.W_UK.dtype or tensor.device != self.W_UK.device):
                 wanted, got = f"W_UK's {self.W_UK.dtype} on {self.W_UK.device}", f"{tensor.dtype} on {tensor.device}"
                 raise bad(name, expected=wanted, got=got, fix="convert it", kind=TypeError)
+        if self.W_UK.dtype not in FLOAT_DTYPES:
+            got, fix = str(self.W_UK.dtype), "dequantise the weights first"
+            raise bad("W_UK", expected=f"one of {FLOAT_DTYPES}", got=got, fix=fix, kind=TypeError)
         for pair in (("W_DQ", "q_norm"), ("b_DKV", "b_KR")):
             if (getattr(self, pair[0]) is None) != (getattr(self, pair[1]) is None):
                 raise bad(" and ".join(pair), expected="both or neither", got="one", fix="pass the other too")
@@ -94,6 +98,7 @@ class MLAWeights:
         Norm weights are drawn from [0.5, 1.5) and biases from N(0, 0.1^2), so that a forgotten one shows. Drawn in
         float32 from `seed`, then rounded to `dtype`: the same seed gives the same model in every dtype.
         """
+        check_int("seed", seed)
         generator = torch.Generator().manual_seed(seed)
         tensors = {}
         for name, shape in hf_shapes(config).items():

@@ -251,3 +251,16 @@ def test_slots_of_a_range_of_positions():
     assert slots_of(table, 0, 9, 4).dtype == torch.int64
     every = [slots_of(table, i, i + 1, 4).item() for i in range(12)]
     assert every == [page * 4 + i for page, i in itertools.product([7, 2, 5], range(4))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ((4, 4, None), TypeError, "layout: expected a cache layout, got None"),
+        ((4, 4, FloatRows(8, 4), "nowhere"), ValueError, "device: expected a device of this machine, got 'nowhere'"),
+        ((4, 0, FloatRows(8, 4)), ValueError, "page_size: expected an int >= 1, got 0"),
+    ],
+)
+def test_a_spec_that_fits_nothing_names_the_field(fields, kind, text):
+    with pytest.raises(kind, match=f"^{text}"):
+        CacheSpec(*fields)

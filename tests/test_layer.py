@@ -505,6 +505,12 @@ def test_options_and_tier_are_checked_by_name() -> None:
         MLALayer(CONFIG, MLAWeights.random(CONFIG), "paged")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"layout: .*L=32, R=8"):
         make_layer(layout=FloatRows(16, 8))
+    with pytest.raises(TypeError, match=r"^config: expected a MLAConfig, got None"):
+        MLALayer(None, MLAWeights.random(CONFIG), make_layer().tier)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^weights: expected a MLAWeights, got None"):
+        MLALayer(CONFIG, None, make_layer().tier)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^hidden: expected a Tensor, got None"):
+        make_layer(capacity=CAPACITY)(None)
 
 
 @pytest.mark.parametrize(

@@ -426,3 +426,12 @@ def test_needs_compare_by_value_in_attend():
     twin = dataclasses.replace(case.need)
     plan = tier.plan(twin, case.batch)
     case.check(tier.attend(case.q, case.cache, tier.prepare(case.up, case.need), plan))
+
+
+@pytest.mark.parametrize("name", ["paged", {"decode": "paged", "prefill": "naive:mha"}])
+def test_another_tiers_plan_is_named(name):
+    case = shared_case((2, 9), (20, 9))
+    other, mine = tiers.get("naive:mha"), tiers.get(name)
+    prepared, plan = mine.prepare(case.up, case.need), other.plan(case.need, case.batch)
+    with pytest.raises(ValueError, match=r"^plan\.tier: expected .*paged.*, got naive:mha"):
+        mine.attend(case.q, case.cache, prepared, plan)

@@ -457,3 +457,18 @@ def test_misuse_names_the_argument(misuse: str) -> None:
     with pytest.raises(kind, match=rf"^{name}.* Fix: ") as error:
         call()
     assert error.type is kind
+
+
+def test_a_seed_that_is_no_int_and_weights_that_are_no_floats_are_named() -> None:
+    with pytest.raises(TypeError, match=r"^seed: expected an int, got 'a'"):
+        MLAWeights.random(TOY, seed="a")  # type: ignore[arg-type]
+    held = vars(MLAWeights.random(TOY))
+    with pytest.raises(TypeError, match=r"^W_UK: expected one of .*got torch\.int32"):
+        MLAWeights(**{name: None if x is None else x.int() for name, x in held.items()})
+
+
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path) -> None:
+    index = {"weight_map": {"model.layers.0.self_attn.o_proj.weight": "../other.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"^path: expected shards in the folder of the index, got '\.\./other"):
+        MLAWeights.load(tmp_path, TOY, layer=0)

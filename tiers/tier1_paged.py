@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import PagedLatentCache
+from mla.checks import check_equal, check_int
 from mla.chunks import Span, pack_chunks, sweep_strides
 from mla.cost import absorbed_workspace_bytes, default_workspace_tokens, expanded_workspace_bytes
 from mla.errors import bad
@@ -27,9 +28,7 @@ from mla.tune import FormCosts
 
 DEFAULT_WORKSPACE_TOKENS = 65536
 Q_BLOCK = 128
-BLOCK_SCORES = (
-    1 << 20
-)  # scores of one block over all heads: enough to keep the cores busy, little enough for the caches
+BLOCK_SCORES = 1 << 20  # scores of one block over all heads: they keep the cores busy and fit the processor's caches
 SWEEP_HEADS = 4096  # (row, head) pairs whose latent states are held at once
 SWEEP_SCORES = 1 << 22  # scores held at once in a sweep
 
@@ -74,9 +73,11 @@ class PagedTier(Tier):
             fix = "tiers.get('paged', form='auto')"
             raise bad("form", expected="'auto', 'mha' or 'mqa'", got=repr(self.form), fix=fix)
         cap = self.max_workspace_tokens
-        if cap is not None and (not isinstance(cap, int) or cap < 1):
-            fix = "65536 is the usual cap"
-            raise bad("max_workspace_tokens", expected="a positive int or None", got=repr(cap), fix=fix)
+        if cap is not None:
+            check_int("max_workspace_tokens", cap, 1, "None, or 65536 as usual")
+        if not isinstance(self.costs, FormCosts):
+            fix = "FormCosts.load(file) reads what `mla tune` wrote"
+            raise bad("costs", expected="FormCosts", got=repr(self.costs), fix=fix, kind=TypeError)
         object.__setattr__(self, "name", "paged" if self.form == "auto" else f"paged:{self.form}")
 
     def cap(self, need: Need) -> int:
@@ -163,6 +164,7 @@ class PagedTier(Tier):
         the online softmax and the merge.
         """
         check_attend(q, cache, prepared, plan, out)
+        check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
         need = plan.need
         state = AttentionState.empty(
             plan.batch.num_tokens, need.N, need.V, dtype=need.compute_dtype, device=need.device
