@@ -91,6 +91,6 @@ def _softmax(scores: Tensor, row_kv_lens: Tensor) -> tuple[Tensor, Tensor]:
     if scores.shape[-1] == 0:
         return scores, scores.new_zeros(scores.shape[:2])
     hidden = torch.arange(scores.shape[-1], device=scores.device) >= row_kv_lens[:, None, None]
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores.masked_fill_(hidden, float("-inf"))  # in place: nobody else holds them
     probabilities = torch.softmax(scores, dim=-1)
     return probabilities, scores.amax(-1) - probabilities.amax(-1).log()

@@ -19,6 +19,8 @@ from mla.memory import LiveStorages
 from mla.need import Need
 from mla.tier import Plan, Prepared, Tier
 
+MOST_TURNS = 100
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -53,12 +55,16 @@ def timed(call: Callable[[], object], repeats: int, device: str = "cpu", warmup:
 
 
 def timed_together(
-    calls: list[Callable[[], object]], repeats: int, device: str = "cpu", warmup: int = 2
+    calls: list[Callable[[], object]], repeats: int, device: str = "cpu", warmup: int = 2, seconds: float = 0.0
 ) -> list[Timing]:
-    """Return the timings of several calls that take turns, so that a slow moment of the machine hits them all alike."""
+    """Return the timings of several calls that take turns, so that a slow moment of the machine hits them all alike.
+
+    Short calls take more turns than `repeats`: as many as `seconds` hold, at most MOST_TURNS.
+    """
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     samples: list[list[float]] = [[] for _ in calls]
-    for i in range(warmup + repeats):
+    began, i = time.perf_counter(), -1
+    while (i := i + 1) < warmup + repeats or (i < MOST_TURNS and time.perf_counter() - began < seconds):
         for call, kept in zip(calls, samples, strict=True):
             wait()
             start = time.perf_counter()

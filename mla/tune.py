@@ -21,6 +21,7 @@ from mla.tier import Tier
 EXPAND_EXTRA, SCORE_EXTRA = 30.0, 60.0
 QUERY_LENS = (1, 4, 16, 64, 128, 256, 512)
 CONTEXTS = (1, 64, 256, 512, 1024, 4096, 8192)
+SECONDS_A_PAIR = 0.5  # short calls are repeated so long: a median of three of them is noise
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ def time_grid(
     for i, query_len in enumerate(query_lens):
         for j, context in enumerate(contexts):
             case = Case(spec(f"1q{query_len}s{query_len + context}"), dims, dtype, page_size=64)
-            for rows, timing in zip(medians, timed_together(attend_calls(tiers, case), repeats, warmup=1), strict=True):
+            timings = timed_together(attend_calls(tiers, case), repeats, warmup=1, seconds=SECONDS_A_PAIR)
+            for rows, timing in zip(medians, timings, strict=True):
                 rows[i].append(timing.median_ms)
             if progress is not None:
                 progress(i * len(contexts) + j + 1, len(query_lens) * len(contexts))

@@ -25,10 +25,9 @@ def attend(q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProje
         pages = batch.block_table[b, at // batch.page_size].long()
         kv_c, k_pe = (x.to(wide) for x in cache.layout.read(cache.data[pages, at % batch.page_size]))  # (S, L), (S, R)
         scores = query[rows] @ torch.cat([kv_c, k_pe], dim=-1).T  # (rows, N, S)
-        hidden = at >= batch.row_kv_lens[rows, None, None]
-        scores = scores.masked_fill(hidden, float("-inf"))
+        scores.masked_fill_(at >= batch.row_kv_lens[rows, None, None], float("-inf"))
         lse[rows] = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse[rows][..., None]).masked_fill(hidden, 0.0)
+        weights = scores.sub_(lse[rows].clamp(min=-1e30)[..., None]).exp_()  # 0, not NaN, without keys
         out[rows] = torch.einsum("tnl,lnv->tnv", weights @ kv_c, up.W_UV.to(wide))
     return AttentionState(out, lse)
 
