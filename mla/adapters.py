@@ -24,11 +24,12 @@ LatentKernel = Callable[[Tensor, Tensor, PagedLatentCache, AttentionBatch, Need]
 
 @dataclass(frozen=True)
 class FunctionTier(Tier):
-    """A tier around one function; make it with `from_attend`."""
+    """A tier around one function; make it with `from_attend` or, around `latent`, with `from_latent`."""
 
     name: str
     function: Attend
     reasons: Callable[[Need], list[str]] | None = None
+    latent: LatentKernel | None = None
 
     def why_not(self, need: Need) -> list[str]:
         """Return the sentences for features that no plain function computes, and the function's own."""
@@ -46,7 +47,7 @@ class FunctionTier(Tier):
         return deliver(self.function(q, cache, plan.batch, prepared.up, plan.need), plan, out)
 
 
-def from_attend(name: str, attend: Attend, why_not: Callable[[Need], list[str]] | None = None) -> Tier:
+def from_attend(name: str, attend: Attend, why_not: Callable[[Need], list[str]] | None = None) -> FunctionTier:
     """Wrap `attend(q, cache, batch, up, need) -> AttentionState` as a tier.
 
     q.nope (T, N, P), q.pe (T, N, R), rotated and not absorbed. The function returns out (T, N, V) and natural-log lse
@@ -81,7 +82,7 @@ def from_latent(name: str, kernel: LatentKernel, why_not: Callable[[Need], list[
         latent = kernel(q_latent, q.pe, cache, batch, need)
         return AttentionState(project_values(latent.out, up.W_UV), latent.lse)
 
-    return from_attend(name, attend, why_not)
+    return dataclasses.replace(from_attend(name, attend, why_not), latent=kernel)
 
 
 @dataclass(frozen=True)

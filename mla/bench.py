@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class BenchResult:
     """One tier on one case: the gate it passed (or not: then there are no times), and its times.
 
     `plan` is once per step for all layers, `write` and `attend` once per layer; `peak_bytes` are the
-    live storages of one plan and attend.
+    live storages of one plan and attend, `bound_bytes` what the plan says they can be at most, if it says so.
     """
 
     gate: Result
@@ -45,6 +46,7 @@ class BenchResult:
     write: Timing | None = None
     attend: Timing | None = None
     peak_bytes: int = 0
+    bound_bytes: int | None = None
 
 
 def timed(call: Callable[[], object], repeats: int, device: str = "cpu", warmup: int = 2) -> Timing:
@@ -83,6 +85,7 @@ def bench_case(tier: Tier, case: Case, repeats: int = 10, device: str = "cpu") -
     need, inputs = case.need(device), make_inputs(case, device)
     cache, prepared, plan, attend = _ready(tier, need, inputs)
     write = lambda: tier.write(cache, inputs.new_kv_c, inputs.new_k_pe, inputs.batch.slot_mapping)
+    bound: Any = plan.report.get("workspace_bound")
     with LiveStorages() as storages:
         tier.attend(inputs.q, cache, prepared, tier.plan(need, inputs.batch))
     return BenchResult(
@@ -91,6 +94,7 @@ def bench_case(tier: Tier, case: Case, repeats: int = 10, device: str = "cpu") -
         write=timed(write, repeats, device),
         attend=timed(attend, repeats, device),
         peak_bytes=storages.peak,
+        bound_bytes=None if bound is None else int(bound),
     )
 
 

@@ -3,12 +3,12 @@
 Imports are inside functions, so that `mla --help` does not wait for torch.
 """
 
-from functools import partial
 from itertools import product
 from typing import Annotated, Any
 
 import typer
 
+from mla.commands import options
 from mla.commands.flags import Outcome, Run, command
 from mla.errors import bad
 from mla.settings import RunSettings, TierPair, parse_tier
@@ -91,44 +91,60 @@ def compare(run: Run) -> Outcome:
     return Outcome(record, compare_blocks, EXIT[record["status"]])
 
 
-TIER = typer.Argument(metavar="[TIER or FILE]", help="A tier by name, or the path of a Python file that defines one.")
-SUITE = typer.Option(metavar="smoke|full", help="smoke: two cases for each batch; full: all pairs of conditions.")
-ALL = typer.Option("--all", help="Print every case, not only those that fail.")
-
-
 @command(app, (*TIER_OPTIONS, *MACHINE))
 def check(
     run: Run,
-    tier: Annotated[str, TIER] = "paged",
-    suite: Annotated[str, SUITE] = "smoke",
-    every: Annotated[bool, ALL] = False,
+    tiers: Annotated[list[str] | None, options.TIERS] = None,
+    suite: Annotated[str, options.SUITE] = "smoke",
+    case: Annotated[list[str] | None, options.CASE] = None,
+    seed: Annotated[int, options.SEED] = 0,
+    level: Annotated[str | None, options.LEVEL] = None,
+    lse: Annotated[bool, options.LSE] = True,
+    faults: Annotated[bool, options.FAULTS] = False,
+    isolate: Annotated[bool | None, options.ISOLATE] = None,
+    timeout: Annotated[float, options.TIMEOUT] = 60.0,
+    stop: Annotated[bool, options.STOP] = False,
+    every: Annotated[bool, options.ALL] = False,
+    junit: Annotated[str | None, options.JUNIT] = None,
+    baseline: Annotated[str | None, options.BASELINE] = None,
+    watch: Annotated[bool, options.WATCH] = False,
 ) -> Outcome:
-    """Run the conformance cases on a tier: error/budget, and the memory around the result.
+    """Run the conformance cases on tiers: error/budget, the memory around the result, and what a failure looks like.
 
-    Exit code 0: all right; 1: a case failed; 2: the tier refused all cases, or bad usage.
+    Exit code 0: all right; 1: a case failed; 2: a tier refused all cases, a case was not run, or bad usage.
     """
-    from mla import conformance
-    from mla.commands.output import progress
-    from mla.commands.records import check_record
-    from mla.commands.report import check_blocks
-    from mla.commands.resolve import device_of
+    from mla.commands.check import run_check
 
-    cases, results = conformance.suite(suite), []
-    found, device = tier_of(parse_tier(tier), run.settings), device_of(run.settings)
-    with progress(f"check {tier}", "cases") as tick:
-        tick(0, len(cases))
-        for result in conformance.check(found, cases, device=device):
-            results.append(result)
-            tick(len(results), len(cases))
-    record = check_record(tier, suite, results, conformance.summary(results))
-    return Outcome(record, partial(check_blocks, every=every), EXIT[record["verdict"]])
+    asked = options.Asked(
+        tuple(tiers or ()), suite, tuple(case or ()), seed, level, lse, faults, isolate, timeout, stop, every, junit,
+        baseline, watch,
+    )  # fmt: skip
+    return run_check(run, asked, tier_of)
 
 
-ASK = typer.Option(metavar="NAME=VALUE", help="Ask for more: a field of Need, such as window=4096. May be repeated.")
+@app.command(hidden=True)
+def child(folder: str, descriptor: int) -> None:
+    """Hold a tier for `mla check`: the other end of mla.conformance.isolate."""
+    from mla.commands.check import serve_child
+
+    serve_child(folder, descriptor, tier_of)
+
+
+@command(app, ("device",))
+def aot(
+    run: Run, file: Annotated[str, options.AOT_FILE], target: Annotated[list[str] | None, options.TARGET] = None
+) -> Outcome:
+    """Compile the Triton kernels of a file with no GPU: registers, spills and shared memory for each target.
+
+    Exit code 0: all compile and fit; 1: one does not; 2: triton is missing, or bad usage.
+    """
+    from mla.commands.aot import aot as body
+
+    return body(run, file, target)
 
 
 @command(app, (*SIZES, *LIMITS, *TIER_OPTIONS, "tiers", "device"))
-def tiers(run: Run, ask: Annotated[list[str] | None, ASK] = None) -> Outcome:
+def tiers(run: Run, ask: Annotated[list[str] | None, options.ASK] = None) -> Outcome:
     """Say which tiers can run here for a model, and every reason of those that cannot."""
     import tiers as registry
     from mla.commands.records import model_record
@@ -155,12 +171,10 @@ def _reasons(spec: str | TierPair, settings: RunSettings, need: Any) -> list[str
         return [f"cannot be loaded: {'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{error}"]
 
 
-BATCH = typer.Option(metavar="SPEC", help="Requests as COUNTqNEWsKEYS, parts joined by _: 16q1s4k, 2q2k_32q1s1k.")
-GPU = typer.Option(metavar="GPU", help="A known GPU, or NAME:TFLOPS:GBPS for ceilings of your own. May be repeated.")
-
-
 @command(app, SIZES, model="deepseek-v3", dtype="bfloat16")
-def cost(run: Run, batch: Annotated[str, BATCH] = "16q1s4k", gpu: Annotated[list[str] | None, GPU] = None) -> Outcome:
+def cost(
+    run: Run, batch: Annotated[str, options.BATCH] = "16q1s4k", gpu: Annotated[list[str] | None, options.GPU] = None
+) -> Outcome:
     """Count the bytes and FLOPs of attention before anything runs: which form wins, and from where on."""
     from mla.batch import parse_batch
     from mla.commands.figures import cost_blocks
@@ -175,21 +189,14 @@ def cost(run: Run, batch: Annotated[str, BATCH] = "16q1s4k", gpu: Annotated[list
     return Outcome(record, cost_blocks)
 
 
-TIERS = typer.Argument(metavar="[TIER or FILE]...", help="Tiers by name, or paths of Python files that define one.")
-BATCHES = typer.Option("--batch", metavar="SPEC", help="Requests as COUNTqNEWsKEYS, such as 4q1s4k. May be repeated.")
-REPEATS = typer.Option(metavar="N", min=1, help="Timed calls; two more warm up.")
-CEILING = typer.Option(metavar="GPU", help="Put a roofline beside: a known GPU, or NAME:TFLOPS:GBPS.")
-BESIDE = typer.Option(metavar="transformers", help="Time whole layers too, with that library's attention module.")
-
-
 @command(app, (*SIZES, "page_size", *TIER_OPTIONS, *MACHINE), model="deepseek-v2-lite", threads=None)
 def bench(
     run: Run,
-    tiers: Annotated[list[str] | None, TIERS] = None,
-    batches: Annotated[list[str] | None, BATCHES] = None,
-    repeats: Annotated[int, REPEATS] = 10,
-    gpu: Annotated[str | None, CEILING] = None,
-    beside: Annotated[str | None, BESIDE] = None,
+    tiers: Annotated[list[str] | None, options.TIERS] = None,
+    batches: Annotated[list[str] | None, options.BATCHES] = None,
+    repeats: Annotated[int, options.REPEATS] = 10,
+    gpu: Annotated[str | None, options.CEILING] = None,
+    beside: Annotated[str | None, options.BESIDE] = None,
 ) -> Outcome:
     """Time tiers on batches, each only after it was right there.
 
@@ -224,12 +231,6 @@ def bench(
     return Outcome(record, bench_blocks, EXIT[record["status"]])
 
 
-FILE = typer.Option("--file", metavar="FILE", help="Where the tables are kept. [tune_file, else mla-tune.json]")
-LENS = typer.Option(metavar="N,N,...", help="New tokens of the grid.")
-VERIFY = typer.Option("--verify", help="Then time form = auto with that table beside both forms.")
-CONTEXTS = typer.Option(metavar="N,N,...", help="Cached tokens of the grid.")
-
-
 @command(
     app,
     ("model", "heads", "dtype", "max_workspace_tokens", "tune_file", "threads"),
@@ -238,11 +239,11 @@ CONTEXTS = typer.Option(metavar="N,N,...", help="Cached tokens of the grid.")
 )
 def tune(
     run: Run,
-    file: Annotated[str | None, FILE] = None,
-    query_lens: Annotated[str, LENS] = "1,4,16,64,128,256,512",
-    contexts: Annotated[str, CONTEXTS] = "1,64,256,512,1024,4096,8192",
-    repeats: Annotated[int, REPEATS] = 3,
-    verify: Annotated[bool, VERIFY] = False,
+    file: Annotated[str | None, options.FILE] = None,
+    query_lens: Annotated[str, options.LENS] = "1,4,16,64,128,256,512",
+    contexts: Annotated[str, options.CONTEXTS] = "1,64,256,512,1024,4096,8192",
+    repeats: Annotated[int, options.REPEATS] = 3,
+    verify: Annotated[bool, options.VERIFY] = False,
 ) -> Outcome:
     """Measure on this machine which form of the paged tier is faster where, and keep the table.
 

@@ -3,12 +3,15 @@
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
@@ -16,8 +19,10 @@ from typer.testing import CliRunner
 import mla.commands.output
 from mla import conformance
 from mla.cli import app
+from mla.commands.check_record import compare_records
 from mla.commands.output import Grid, progress, show
 from mla.commands.report import compare_blocks, ratio
+from mla.conformance import zoo
 from mla.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
@@ -244,7 +249,16 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
         (["tiers", "--ask", "window=0"], "window: expected an int >= 1, got 0"),
         (["check", "papged"], "did you mean 'paged'"),
         (["check", "decode=paged"], "tier: expected a tier name such as 'paged', or a pair"),
-        (["check", "--suite", "huge"], "suite: expected one of smoke, full, got 'huge'"),
+        (["check", "--suite", "huge"], "suite: expected one of smoke, full, large, got 'huge'"),
+        (["check", "mine.py"], "tier: expected the path of a Python file, got mine.py"),
+        (["check", "--case", "toy-1q1"], "case: expected dims-batch-dtype"),
+        (["check", "--level", "inner"], "--level: expected one of attend, latent, both, got 'inner'"),
+        (["check", "--faults", "paged"], "tier: expected none beside --faults"),
+        (["check", "--faults", "--junit", "x"], "--junit: expected none beside --faults"),
+        (["check", "--watch"], "--watch: expected files to watch, got none"),
+        (["check", "--junit", "no/such/j.xml"], "--junit: expected the path of a file to write"),
+        (["check", "--baseline", "absent.json"], "--baseline: expected a record written by mla check --json"),
+        (["check", "--timeout", "0", "--isolate"], "timeout: expected seconds above 0, got 0"),
         (["cost", "--batch", "16x1"], "batch: "),
         (["cost", "--gpu", "h2000"], "--gpu: expected one of a100-80g, "),
         (["cost", "--gpu", "mine:1"], "or NAME:TFLOPS:GBPS, got 'mine:1'"),
@@ -336,50 +350,168 @@ def test_tiers_lists_a_file_that_cannot_be_loaded(tmp_path, tier_file):
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    """Two small cases for each of two families, in place of a suite."""
-    cases = [
-        c
-        for c in conformance.suite("smoke")
-        if c.family in ("randn", "peaked") and max(c.batch.seq_lens, default=0) < 70
-    ]
-    chosen = [next(c for c in cases if c.family == f and c.batch.num_tokens > 3) for f in ("randn", "peaked")]
-    monkeypatch.setattr(conformance, "suite", lambda name: chosen)
-    return chosen
+    """A small case for each of two families, in place of a suite."""
+    cases = [conformance.Case(conformance.spec("1q2s9_1q1s3"), dtype="f32", family=f) for f in ("randn", "peaked")]
+    monkeypatch.setattr(conformance, "suite", lambda name: cases)
+    return cases
+
+
+def check_file(*words) -> tuple[str, ...]:
+    """A check in this process: what a child of its own does for a file is seen in test_isolate, and once below."""
+    return ("check", "--no-isolate", *words)
 
 
 def test_check_accepts_the_paged_tier(few_cases, tmp_path):
     code, record, out = record_of(tmp_path, "check")
-    assert (code, record["verdict"], record["tier"], record["ok"]) == (0, "ok", "paged", 2)
+    (tier,) = record["tiers"]
+    assert (code, record["verdict"], tier["tier"], tier["ok"]) == (0, "ok", "paged", 2)
     assert [result["case"] for result in record["results"]] == [case.id for case in few_cases]
-    assert record["families"]["randn"]["used_out"] == record["results"][0]["used_out"]
+    assert tier["families"]["randn"]["used_out"] == record["results"][0]["used_out"]
     assert re.search(r"^randn +1 +1 +0 +0 +0\.\d{3} +0\.\d{3}$", out, re.MULTILINE)
     assert few_cases[0].id not in out
     assert few_cases[0].id in mla_run("check", "--all")[1]
+    for result in record["results"]:
+        assert result["environment"] == record["environment"]
+        assert (result["seed"], result["diagnosis"], result["kind"]) == (0, None, "")
 
 
-def test_check_finds_the_fault_of_a_file_and_says_where(few_cases, tmp_path, tier_file):
-    code, record, out = record_of(tmp_path, "check", tier_file("squared", WRONG))
+def test_check_finds_the_fault_of_a_file_and_says_where_and_what(few_cases, tmp_path, tier_file):
+    path = tier_file("squared", WRONG)
+    code, record, out = record_of(tmp_path, *check_file(path))
     assert (code, record["verdict"]) == (1, "failed")
-    failed = [r for r in record["results"] if r["status"] == "mismatch"]
-    assert failed
-    assert {r["case"] for r in failed} == set(record["failed"])
-    worst = failed[0]
+    assert [r["status"] for r in record["results"]] == ["mismatch"] * 2
+    assert record["tiers"][0]["failed"] == [c.id for c in few_cases]
+    worst = record["results"][0]
     assert max(worst["used_out"], worst["used_lse"]) > 1
-    assert re.search(rf"^{re.escape(worst['case'])} +mismatch .* of request \d+, token \d+", out, re.MULTILINE)
+    lines = out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("1. mismatch, scale: "))
+    assert worst["diagnosis"]["sentence"] in lines[at]
+    labels = [re.split(r" {2,}", line.strip())[0] for line in lines[at + 1 : at + 7]]
+    assert labels == ["case", "error/budget", "first", "worst", "values", "looks like"]
+    assert lines[at + 7] == f"  mla check {path} --case {worst['case']} --no-isolate"
+    code, again, _ = record_of(tmp_path, *lines[at + 7].split()[1:])
+    assert (code, [r["used_out"] for r in again["results"]]) == (1, [worst["used_out"]])
+
+
+def test_check_runs_a_file_in_a_process_of_its_own(few_cases, tmp_path, tier_file):
+    leaves = "def attend(q, cache, batch, up, need): import os; os._exit(0) if need.L else 0\n"
+    code, record, out = record_of(tmp_path, "check", tier_file("leaves", leaves), "--timeout", "50", "--stop")
+    assert (code, record["verdict"]) == (1, "failed")
+    assert [r["status"] for r in record["results"]] == ["crashed", "not_run"]
+    assert "1. crashed, form: its process ended with exit code 0" in out
+    assert "1 case not run: stopped at the first failure" in out
 
 
 def test_check_reports_errors_and_refusals(few_cases, tmp_path, tier_file):
-    code, record, out = record_of(tmp_path, "check", tier_file("broken", RAISES))
-    assert (code, record["raised"]) == (1, 2)
-    assert "RuntimeError: no such kernel" in out
-    code, record, out = record_of(tmp_path, "check", tier_file("picky", REFUSES))
-    assert (code, record["verdict"], record["refused"]) == (2, "refused", 2)
+    code, record, out = record_of(tmp_path, *check_file(tier_file("broken", RAISES)))
+    assert (code, record["tiers"][0]["raised"]) == (1, 2)
+    assert "1. raised, form: RuntimeError: no such kernel" in out
+    assert "at    broken.py, line 1, in attend" in out
+    code, record, out = record_of(tmp_path, *check_file(tier_file("picky", REFUSES)))
+    assert (code, record["verdict"], record["tiers"][0]["refused"]) == (2, "refused", 2)
     assert "2 cases refused: page_size = 8 is too small for it; use 16. And no." in out
 
 
-def test_check_takes_a_pair(few_cases, tmp_path):
-    code, record, _ = record_of(tmp_path, "check", "decode=paged+prefill=naive:mha")
-    assert (code, record["verdict"]) == (0, "ok")
+def test_check_prints_the_first_failures_and_counts_the_rest(few_cases, tmp_path, tier_file, monkeypatch):
+    monkeypatch.setattr("mla.commands.check.SHOWN", 1)
+    _, record, out = record_of(tmp_path, *check_file(tier_file("squared", WRONG)))
+    assert [r["diagnosis"] is not None for r in record["results"]] == [True, False]
+    assert "1 more failure: 1 mismatch. --all prints them." in out
+    assert few_cases[1].id not in out
+
+
+def test_check_takes_pairs_and_several_tiers(few_cases, tmp_path):
+    code, record, out = record_of(tmp_path, "check", "decode=paged+prefill=naive:mha", "template")
+    assert (code, [t["verdict"] for t in record["tiers"]]) == (0, ["ok", "ok"])
+    assert [r["tier"] for r in record["results"]] == ["decode=paged+prefill=naive:mha"] * 2 + ["template"] * 2
+    assert "got template and template, both named template" in sentence_of("check", "template", "template")
+
+
+def test_check_runs_named_cases_other_seeds_and_no_lse(tmp_path):
+    id = "toy-1q1s5-bf16-rows_bf16-needle-shuffled-p16-s0"
+    code, record, _ = record_of(tmp_path, "check", "--case", id, "--seed", "3", "--no-lse")
+    assert (code, [r["case"] for r in record["results"]]) == (0, [id.replace("-s0", "-s3-nolse")])
+    assert [r["seed"] for r in record["results"]] == [3]
+    code, record, _ = record_of(tmp_path, "check", "template", "--case", f"{id}@latent")
+    assert (code, record["results"][0]["name"], record["verdict"]) == (2, f"{id}@latent", "refused")
+
+
+def test_check_writes_junit_with_each_kind_of_result(few_cases, tmp_path, tier_file):
+    half = RAISES.replace("raise", "\n if batch.seq_lens_host: raise")
+    path = tmp_path / "junit.xml"
+    words = (tier_file("broken", half), tier_file("picky", REFUSES), tier_file("squared", WRONG), "template")
+    assert mla_run(*check_file(*words), "--junit", path)[0] == 1
+    suites = {suite.get("name"): suite for suite in ElementTree.parse(path).getroot()}
+    counts = {name: [s.get(k) for k in ("tests", "failures", "errors", "skipped")] for name, s in suites.items()}
+    assert counts == {
+        "broken": ["2", "0", "2", "0"], "picky": ["2", "0", "0", "2"],
+        "squared": ["2", "2", "0", "0"], "template": ["2", "0", "0", "0"],
+    }  # fmt: skip
+    found = suites["squared"].find("testcase/failure")
+    assert found.get("type") == "mismatch"
+    assert "scale" in found.get("message")
+    assert found.text.splitlines()[-1] == f"mla check {words[2]} --case {few_cases[0].id} --no-isolate"
+    assert suites["broken"].find("properties/property[@name='torch']").get("value") == torch.__version__
+
+
+def test_check_compares_with_an_earlier_run(few_cases, tmp_path, tier_file):
+    path, first = tier_file("mine", WRONG), tmp_path / "first.json"
+    assert mla_run(*check_file(path, "--json", first))[0] == 1
+    same = record_of(tmp_path, *check_file(path, "--baseline", first))
+    assert (same[0], same[1]["verdict"], len(same[1]["baseline"]["still_failing"])) == (0, "failed", 2)
+    path.write_text((ROOT / "tiers" / "template.py").read_text().replace('"template"', '"mine"'))
+    code, record, out = record_of(tmp_path, *check_file(path, "--baseline", first))
+    assert (code, record["baseline"]["fixed"]) == (0, [f"mine {case.id}" for case in few_cases])
+    assert f"fixed          2: mine {few_cases[0].id}, " in out
+    mla_run(*check_file(path, "--json", first))
+    path.write_text(WRONG.replace('"template"', '"mine"'))
+    code, record, _ = record_of(tmp_path, *check_file(path, "--baseline", first))
+    assert (code, len(record["baseline"]["new_failures"])) == (1, 2)
+    path.write_text(REFUSES)
+    code, record, _ = record_of(tmp_path, *check_file(path, "--baseline", first))
+    assert (code, len(record["baseline"]["lost"])) == (2, 2)
+    del few_cases[0]
+    code, record, _ = record_of(tmp_path, *check_file(path, "--baseline", first, "--seed", "1"))
+    assert (len(record["baseline"]["gone"]), len(record["baseline"]["new"])) == (2, 1)
+    assert "--baseline: expected a record written by mla check --json" in sentence_of("check", "--baseline", path)
+
+
+def test_a_baseline_tells_which_errors_more_than_doubled():
+    result = {"tier": "t", "status": "ok", "used_lse": 0.0, "environment": {"torch": "1"}}
+    runs = [
+        [{**result, "name": n, "used_out": u, "used": u} for n, u in zip("abc", used, strict=True)]
+        for used in ((0.1, 0.1, 0.5), (0.19, 0.21, 0.2))
+    ]
+    runs[1][0]["environment"] = {"torch": "2"}
+    changes = compare_records("x", *runs)
+    assert changes["changed"] == {"t b": {"before": 0.1, "now": 0.21}, "t c": {"before": 0.5, "now": 0.2}}
+    assert changes["environment"] == {"torch": ["1", "2"]}
+
+
+def test_check_watches_a_file_until_it_is_interrupted(few_cases, tier_file, monkeypatch):
+    path, naps = tier_file("mine", WRONG), []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            raise KeyboardInterrupt
+        path.write_text((ROOT / "tiers" / "template.py").read_text())
+        os.utime(path, (1, 1))
+
+    monkeypatch.setattr("mla.commands.check.time.sleep", nap)
+    code, out, err = mla_run(*check_file(path, "--watch"))
+    assert (code, err) == (130, "interrupted\n")
+    assert re.findall(r"^verdict +(\w+)", out, re.MULTILINE) == ["failed", "ok"]
+    assert out.count(f"Waiting for {path} to change; Ctrl-C ends.") == 2
+
+
+def test_check_faults_prints_the_score(tmp_path, monkeypatch):
+    chosen = {name: zoo.FAULTS[name] for name in ("scale_twice", "lse_base_2")}
+    monkeypatch.setattr(zoo, "FAULTS", chosen)
+    code, record, out = record_of(tmp_path, "check", "--faults")
+    assert (code, record["caught"], record["counted"], record["missed"]) == (0, 2, 2, [])
+    assert re.search(r"^score +2 of 2 caught, none missed, ", out, re.MULTILINE)
+    assert re.search(r"^lse_base_2 +lse +attend +mismatch ", out, re.MULTILINE)
 
 
 # cost, info
@@ -498,6 +630,9 @@ def test_bench_times_a_right_tier_and_counts_its_rates(tmp_path):
         assert row["gflops_per_second"] == pytest.approx(row["flops"] / seconds / 1e9)
         assert row["bound_ms"] == pytest.approx(max(row["flops"] / 0.1e12, row["bytes"] / 20e9) * 1e3)
         assert row["cache_bytes_per_token"] == 160
+    paged, naive = record["rows"]
+    assert 0 < paged["peak_workspace_bytes"] <= 1.05 * paged["workspace_bound_bytes"]
+    assert naive["workspace_bound_bytes"] is None
     assert record["environment"]["cpu"] in out
     assert re.search(r"^paged +3q1s40 +ok ", out, re.MULTILINE)
 

@@ -17,11 +17,10 @@ from torch import Tensor
 import tiers
 from mla.batch import AttentionBatch
 from mla.cache import PagedLatentCache
-from mla.conformance import SPECS, Case, check, find, run_case, sample_rows, spec, suite, summary
-from mla.conformance.cases import DIMS, FAMILIES, MOST_ROUNDINGS, NEEDLES, SLOTS, TOY, Dims, roundings
-from mla.conformance.inputs import ABSURD_PAGES, Inputs, make_inputs, needle_position
+from mla.conformance import SPECS, Case, check, run_case, spec, summary
+from mla.conformance.cases import DIMS, SLOTS, TOY, Dims
+from mla.conformance.inputs import ABSURD_PAGES, make_inputs
 from mla.conformance.runner import truth
-from mla.conformance.suites import PAGES, WIDE
 from mla.need import Need
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
@@ -228,7 +227,7 @@ WRAPPED_FAULTS: dict[str, tuple[Tier, set[str]]] = {
 
 
 def statuses(tier: Tier) -> set[str]:
-    return {r.status for r in check(tier, CASES)} - {"ok"}
+    return {run_case(tier, case, diagnosed=False).status for case in CASES} - {"ok"}
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
@@ -347,127 +346,6 @@ def test_the_reference_is_made_once_and_reads_nothing_of_a_tier():
     assert truth(case) is made
 
 
-# cases
-
-
-def test_batches_of_the_field_have_their_lengths():
-    totals = {n: (len(s.query_lens), sum(s.query_lens), sum(s.seq_lens)) for n, s in SPECS.items()}
-    known = {
-        "small_decode": (2, 2, 72),
-        "small_prefill": (2, 16, 72),
-        "mixed_small": (4, 12, 176),
-        "medium_decode": (8, 8, 3840),
-        "medium_prefill": (4, 64, 3840),
-        "mixed_medium": (6, 24, 7168),
-        "large_decode": (32, 32, 65536),
-        "large_prefill": (8, 256, 32768),
-        "single_decode": (1, 1, 1024),
-        "single_prefill": (1, 64, 1024),
-        "spec_decode_small": (4, 16, 1920),
-        "spec_decode_medium": (6, 48, 7168),
-        "chunked_context_prefill": (6, 88, 2280),
-        "one_key": (4, 4, 4),
-        "two_keys": (2, 3, 3),
-        "edge_around_16": (3, 48, 48),
-        "edge_mixed_16": (3, 24, 48),
-        "edge_decode_64": (3, 3, 192),
-        "edge_across_32": (1, 2, 33),
-        "edge_tiny_1": (2, 4, 10),
-    }
-    assert {n: totals[n] for n in known} == known
-    assert {s.page_size for s in SPECS.values() if s.edge} == {1, 16, 32, 64, 128}
-    assert {q for s in SPECS.values() for q in s.query_lens} >= {0, 1, 2, 4, 8, 17}
-
-
-def test_visible_keys_of_every_kind_of_mask():
-    assert SPECS["two_keys"].visible() == [1, 1, 2]
-    assert SPECS["zero_rows"].visible() == [64, 0, 64, 0]
-    assert SPECS["full_mask"].visible() == [20] * 5 + [33] + [7] * 7
-    assert SPECS["rank_some_rows"].visible() == [0, 1, 1, 3, 16, 17]
-    assert spec("2q2s5_1q1s3").visible() == [4, 5, 4, 5, 3]
-
-
-@pytest.mark.parametrize("name", ["smoke", "full"])
-def test_ids_are_readable_unique_and_give_the_case_back(name):
-    cases = suite(name)
-    assert len({c.id for c in cases}) == len(cases)
-    assert all(find(c.id) == c for c in cases)
-    example = Case(SPECS["mixed_small"], dtype="f16", family="needle_last", slots="extended", seed=3, lse=False)
-    assert example.id == "toy-mixed_small-f16-rows_f16-needle_last-extended-p16-s3-nolse"
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("toy-mixed_small-f16", "case"),
-        ("toy-mixd_small-f16-rows_f16-randn-extended-p16-s3", "batch"),
-        ("toy-mixed_small-f16-rows_f16-randm-extended-p16-s3", "family"),
-        ("toy-mixed_small-f8-rows_f16-randn-extended-p16-s3", "dtype"),
-        ("toys-mixed_small-f16-rows_f16-randn-extended-p16-s3", "case"),
-        ("toy-mixed_small-f16-rows_f16-randn-extended-16-s3-", "case"),
-        ("toy-mixed_small-f16-rows_f16-randn-extended-p0-s3", "case"),
-    ],
-)
-def test_an_unknown_id_names_the_part(text, part):
-    with pytest.raises(ValueError, match=rf"^{part}: expected"):
-        find(text)
-    with pytest.raises(ValueError, match=r"^suite: expected one of smoke, full"):
-        suite("fool")
-
-
-def test_full_covers_every_pair_of_two_fields_in_at_most_400_cases():
-    cases = suite("full")
-    assert len(cases) <= 400
-    kind = lambda family: "needle" if family in NEEDLES else family
-    own = lambda c: c.layout == f"rows_{c.dtype}"
-    rows = [(c.batch.name, kind(c.family), c.dims.name, c.dtype, own(c), c.slots, c.page_size) for c in cases]
-    for i, j in itertools.combinations(range(7), 2):
-        met = {(r[i], r[j]) for r in rows}
-        for x, y in itertools.product({r[i] for r in rows}, {r[j] for r in rows}):
-            impossible = {
-                (0, 2): lambda b, d: not d.startswith("toy") and b not in WIDE,
-                (0, 6): lambda b, page: SPECS[b].edge and SPECS[b].page_size != page,
-            }.get((i, j), lambda x, y: False)
-            assert (x, y) in met or impossible(x, y), (x, y)
-    assert {c.batch.name for c in cases} == set(SPECS)
-    assert {c.dims.name for c in cases} == set(DIMS)
-    assert {c.family for c in cases} == set(FAMILIES)
-    assert {c.page_size for c in cases} == set(PAGES)
-
-
-def test_smoke_has_a_needle_and_another_family_in_every_batch_but_the_long_ones():
-    cases = suite("smoke")
-    by_batch = {name: {c.family for c in cases if c.batch.name == name} for name in {c.batch.name for c in cases}}
-    assert all(len(f & set(NEEDLES)) == 1 and len(f) == 2 for f in by_batch.values())
-    left_out = set(SPECS) - set(by_batch)
-    assert all(sum(SPECS[n].seq_lens) > 300 for n in left_out)
-
-
-def test_sampled_rows_keep_the_ends_of_every_request_and_the_limit():
-    case = Case(SPECS["large_prefill"])  # 8 requests of 32 rows
-    rows, heads = sample_rows(case)
-    assert heads is None
-    assert set(rows) >= {r for b in range(8) for r in (32 * b, 32 * b + 31)}
-    assert roundings(case, rows) <= MOST_ROUNDINGS < roundings(case)
-    more = next(r for r in range(256) if r not in rows)
-    assert roundings(case, [*rows, more]) > MOST_ROUNDINGS - 16 * 4096 * 3 * 2
-    assert sample_rows(case) == (rows, heads)
-    assert sample_rows(dataclasses.replace(case, seed=1))[0] != rows
-    assert roundings(case, [0, 31]) == 16 * 4096 * 3 * (12 + 10 + 2 * 2)  # K S N (P + V + 2 rows), one request
-
-
-def test_when_rows_alone_are_too_many_fewer_heads_are_compared():
-    case = Case(SPECS["large_decode"], DIMS["v3_n16"], page_size=64)
-    rows, heads = sample_rows(case, 16 * 2048 * 32 * 5 * 258)
-    assert rows == list(range(32))
-    assert heads is not None
-    assert len(heads) == 5
-    assert heads[-1] == 15
-    assert len(sample_rows(case, 1)[1]) == 2
-    padded = Case(SPECS["padded_requests"])
-    assert set(sample_rows(padded, 1000)[0]) >= {9, 10, 11}
-
-
 def test_sampled_heads_are_compared_and_all_others_must_be_finite(monkeypatch):
     case = Case(SPECS["small_prefill"], DIMS["toy_n12"], "f16", family="needle", seed=77)
     monkeypatch.setattr("mla.conformance.runner.sample_rows", lambda case: ([0, 7, 8, 15], [3, 11]))
@@ -484,108 +362,6 @@ def test_sampled_heads_are_compared_and_all_others_must_be_finite(monkeypatch):
     assert run_case(spoil(5, 8, 1.0), case).ok
     assert run_case(spoil(5, 9, INF), case).status == "not_finite"
     assert run_case(tiers.get("paged"), case).ok
-
-
-# inputs
-
-
-def logits_of(inputs: Inputs, case: Case, b: int) -> Tensor:
-    """Scaled scores (rows, N, S) of request b, hidden keys at -inf, from the rounded inputs in float64."""
-    first = sum(case.batch.query_lens[:b])
-    rows = slice(first, first + case.batch.query_lens[b])
-    kv_c, k_pe = (x.double() for x in inputs.keys[b])
-    q_latent = torch.einsum("tnp,lnp->tnl", inputs.q.nope[rows].double(), inputs.up.W_UK.double())
-    scores = torch.einsum("tnl,sl->tns", q_latent, kv_c) + torch.einsum("tnr,sr->tns", inputs.q.pe[rows].double(), k_pe)
-    hidden = torch.arange(kv_c.shape[0]) >= inputs.batch.row_kv_lens[rows, None, None]
-    return (scores * case.dims.softmax_scale).masked_fill(hidden, -INF)
-
-
-@pytest.mark.parametrize("family", NEEDLES)
-@pytest.mark.parametrize("dims", DIMS.values(), ids=lambda d: d.name)
-def test_a_needle_holds_e_of_1_plus_e_in_every_head_of_every_row_that_sees_it(family, dims):
-    case = Case(SPECS["mixed_prefill_between"], dims, "f32", family=family, page_size=4, seed=2)
-    inputs, met = make_inputs(case), 0
-    for b, (new, S) in enumerate(zip(case.batch.query_lens, case.batch.seq_lens, strict=True)):
-        j, weights = needle_position(case, b), logits_of(inputs, case, b).softmax(-1)
-        for t in range(new):
-            seen = S - new + t + 1
-            if seen > max(j, 1):
-                met += 1
-                assert (weights[t, :, j] - math.e / (1 + math.e)).abs().max() <= 1e-3
-    assert met >= 5
-
-
-def test_needles_are_where_the_family_says():
-    case = lambda family, seed=0: Case(SPECS["medium_decode"], family=family, page_size=16, seed=seed)
-    page = lambda family, b, seed=0: needle_position(case(family, seed), b) // 16
-    keys = SPECS["medium_decode"].seq_lens
-    for b in range(8):
-        pages = keys[b] // 16
-        assert page("needle", b, 3) == (7 * b + 3) % pages
-        assert (page("needle_first", b), page("needle_middle", b), page("needle_last", b)) == (0, pages // 2, pages - 1)
-        assert needle_position(case("needle_end"), b) == keys[b] - 1
-    assert needle_position(case("randn"), 0) is None
-    assert needle_position(Case(SPECS["zero_rows"], family="needle"), 1) is None
-
-
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_families_are_what_their_formulas_say(dtype):
-    make = lambda family: Case(SPECS["medium_prefill"], dtype=dtype, family=family)
-    for family, size in (("randn", 1.0), ("peaked", 8.0)):
-        inputs = make_inputs(make(family))
-        for x, deviation in (
-            (inputs.q.nope, size),
-            (inputs.q.pe, size),
-            (inputs.keys[3][0], 1.0),
-            (inputs.keys[3][1], 1.0),
-        ):
-            # the deviation of n normal numbers is known to 1 / sqrt(2 n)
-            assert float(x.double().std()) == pytest.approx(deviation, rel=6 / (2 * x.numel()) ** 0.5)
-    spread = {f: logits_of(make_inputs(make(f)), make(f), 3)[-1] for f in ("equal_keys", "large_logits")}
-    assert float((spread["equal_keys"] - spread["equal_keys"][:, :1]).abs().max()) <= 1e-12
-    centre = spread["large_logits"].mean(-1)
-    assert centre.sign().tolist() == [1, -1, 1]
-    # beside +-200 there is q's own part: 1.874 times a normal number
-    assert (centre.abs() - 200).abs().max() <= 6 * 1.874
-
-
-def test_inputs_are_the_same_each_time_and_others_for_another_seed():
-    case = CASES[2]
-    a, b = make_inputs(case), make_inputs(case)
-    for (name, x), (_, y) in zip(a.tensors(), b.tensors(), strict=True):
-        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), name
-        assert x.data_ptr() != y.data_ptr() or x.numel() == 0
-    other = make_inputs(dataclasses.replace(case, seed=1))
-    assert not torch.equal(a.q.nope.nan_to_num(7.0), other.q.nope.nan_to_num(7.0))
-
-
-def test_values_are_rounded_to_the_tested_dtype_and_parts_are_views():
-    inputs = make_inputs(Case(SPECS["mixed_small"], dtype="bf16"))
-    assert {x.dtype for _, x in inputs.tensors() if x.is_floating_point()} == {torch.bfloat16}
-    shared = lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    assert shared(*inputs.q)
-    assert shared(*inputs.up)
-    assert shared(inputs.new_kv_c, inputs.new_k_pe)
-    assert not inputs.q.nope.is_contiguous()
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("page", [1, 16])
-def test_slot_layouts_give_each_page_to_one_request(slots, page):
-    case = Case(SPECS["chunked_context_prefill"], slots=slots, page_size=page)
-    inputs = make_inputs(case)
-    counts = [-(-s // page) for s in case.batch.seq_lens]
-    tables = [inputs.batch.block_table[b, :n].tolist() for b, n in enumerate(counts)]
-    used = [p for table in tables for p in table]
-    assert len(set(used)) == len(used) < inputs.num_pages
-    assert all(0 <= p < inputs.num_pages for p in used)
-    steps = [[b - a for a, b in itertools.pairwise(t)] for t in tables if len(t) > 5]
-    if slots == "contiguous":
-        assert all(s == 1 for step in steps for s in step)
-    elif slots == "interleaved":
-        assert all(step[0] > 1 and min(step) >= 1 for step in steps)
-    else:
-        assert all(min(step) < 0 for step in steps)
 
 
 def test_poison_and_absurd_pages_are_everywhere_nobody_may_read():
@@ -612,22 +388,152 @@ def test_poison_and_absurd_pages_are_everywhere_nobody_may_read():
     assert bool(inputs.new_kv_c[9:].isnan().all())
 
 
-def test_queries_are_nan_exactly_where_a_row_sees_no_key():
-    for name in ("zero_rows_prefill", "rank_some_rows", "padded_tail", "all_rows_empty"):
-        inputs = make_inputs(Case(SPECS[name]))
-        for part in inputs.q:
-            assert torch.equal(part.isnan().all(-1).all(-1), inputs.batch.row_kv_lens == 0)
-            assert torch.equal(part.isnan().any(-1).any(-1), inputs.batch.row_kv_lens == 0)
+# what only some cases show: wrapped caches, shared pages, plans that are used again, repeats
 
 
-def test_old_rows_and_new_rows_make_up_all_keys():
-    case = Case(SPECS["slot_minus_one"])  # new tokens 4, 1, 6; the first two rows and rows 4 to 6 are not written
-    inputs = make_inputs(case)
-    assert inputs.batch.slot_mapping.tolist()[:7] == [-1, -1, *inputs.batch.slot_mapping.tolist()[2:4], -1, -1, -1]
-    assert [h.tolist()[-2:] for h in inputs.history] == [[32, 33], [18, 19], [0, 1]]
-    assert [len(h) for h in inputs.history] == [34, 20, 2]
-    kv_c = inputs.keys[0][0]
-    assert torch.equal(inputs.new_kv_c[:4], kv_c[32:36])
+def with_fault(change: Callable) -> Tier:
+    """The template behind a step of its own: change(attend, q, cache, batch), attend(q, cache, batch)."""
+    right = tiers.get("template")
+
+    def attend(q, cache, batch, up, need) -> AttentionState:
+        run = lambda q, cache, batch: right.attend(q, cache, right.prepare(up, need), right.plan(need, batch))
+        return change(run, q, cache, batch)
+
+    return tiers.from_attend(change.__name__, attend)
+
+
+def found_only_by(tier: Tier, **fields) -> str:
+    """The status of a case with some unusual fields; without them the tier is right."""
+    case = Case(SPECS["mixed_small"], family="needle", seed=5, page_size=8)
+    assert run_case(tier, case).ok
+    assert run_case(tiers.get("template"), dataclasses.replace(case, **fields)).ok
+    return run_case(tier, dataclasses.replace(case, **fields), diagnosed=False).status
+
+
+@pytest.mark.parametrize("cache", ["layers", "strided"])
+def test_whoever_takes_a_wrapped_cache_for_one_block_of_memory_is_rejected(cache):
+    def as_one_block(run, q, cache, batch):
+        block = cache.data.as_strided(cache.data.shape, torch.empty(cache.data.shape).stride())
+        return run(q, PagedLatentCache.wrap(block, cache.layout), batch)
+
+    assert found_only_by(with_fault(as_one_block), cache=cache) in ("mismatch", "not_finite")
+
+
+@pytest.mark.parametrize("cache", ["layers", "strided"])
+@pytest.mark.parametrize("step", ["write", "attend"])
+def test_whoever_writes_beside_the_rows_of_a_wrapped_cache_is_rejected(cache, step):
+    def beside(cache: PagedLatentCache) -> None:
+        page, width = cache.data.shape[1:]
+        if not cache.data.is_contiguous():
+            last = cache.data.storage_offset() + width * (page if cache.data.stride(1) == width else 1)
+            cache.data.as_strided((1,), (1,), last).zero_()
+
+    def write(cache, kv_c, k_pe, slot_mapping):
+        cache.write(kv_c, k_pe, slot_mapping)
+        beside(cache)
+
+    def attend(state, q, cache, prepared, plan, out):
+        beside(cache)
+        return state
+
+    tier = Wrapped(write=write) if step == "write" else Wrapped(attend=attend)
+    assert found_only_by(tier, cache=cache) == "mismatch"
+
+
+def test_whoever_thinks_that_a_page_has_one_owner_is_rejected_by_shared_pages():
+    def one_owner(run, q, cache, batch):
+        table, bounds = batch.block_table.clone(), batch.row_kv_lens.clone()
+        owner = {int(p): b for b, s in enumerate(batch.seq_lens_host) for p in table[b, : -(-s // batch.page_size)]}
+        for b, s in enumerate(batch.seq_lens_host):
+            mine = [int(p) for p in table[b, : -(-s // batch.page_size)] if owner[int(p)] == b]
+            lost = -(-s // batch.page_size) - len(mine)
+            table[b, : len(mine)] = torch.tensor(mine, dtype=table.dtype)
+            rows = slice(*batch.query_start_loc[b : b + 2].tolist())
+            bounds[rows] -= lost * batch.page_size
+        return run(q, cache, dataclasses.replace(batch, block_table=table, row_kv_lens=bounds))
+
+    assert found_only_by(with_fault(one_owner), slots="shared") == "mismatch"
+
+
+class Reuses(Wrapped):
+    """A tier whose plan keeps something of the first batch that it was made for."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def plan(self, need, batch, into=None):
+        made = self.tier.plan(need, batch, into)
+        if into is None:
+            made.report["first"] = batch
+        elif self.kept == "plan":
+            return self.tier.plan(need, batch)
+        return made
+
+    def attend(self, q, cache, prepared, plan, out=None):
+        batch, first = plan.batch, plan.report.get("first", plan.batch)
+        if self.kept == "scratch" and batch is not first:  # rows that were full once are added to what comes later
+            out = super().attend(q, cache, prepared, plan, out)
+            out.out[: first.num_tokens] += 1
+            return out
+        if self.kept == "lengths":
+            bounds = batch.row_kv_lens.clone()
+            both = min(len(bounds), len(first.row_kv_lens))
+            bounds[:both] = torch.minimum(bounds[:both], first.row_kv_lens[:both])
+            plan = dataclasses.replace(plan, batch=dataclasses.replace(batch, row_kv_lens=bounds))
+        return super().attend(q, cache, prepared, plan, out)
+
+
+@pytest.mark.parametrize(("kept", "plan"), [("lengths", "refilled"), ("scratch", "refilled"), ("scratch", "capped")])
+def test_whoever_keeps_something_of_an_earlier_batch_in_its_plan_is_rejected(kept, plan):
+    assert found_only_by(Reuses(kept), plan=plan) == "mismatch"
+
+
+@pytest.mark.parametrize("plan", ["refilled", "capped"])
+def test_a_plan_that_is_not_refilled_but_made_anew_is_rejected(plan):
+    assert found_only_by(Reuses("plan"), plan=plan) == "mismatch"
+
+
+def test_a_capped_plan_promises_what_both_batches_need():
+    def refuses(need: Need) -> list[str]:
+        return [] if need.capacity is None else [f"capacity of {need.capacity.max_seq_len} keys is not taken; unset."]
+
+    case = Case(SPECS["mixed_small"], plan="capped")  # 56 keys and those of the larger batch before it
+    result = run_case(tiers.from_attend("no", kernel, refuses), case)
+    assert (result.status, result.detail) == ("refused", "capacity of 89 keys is not taken; unset.")
+
+
+def test_whoever_gives_other_bits_now_and_then_is_rejected_by_repeats():
+    calls = itertools.count()
+
+    def now_and_then(run, q, cache, batch):
+        state = run(q, cache, batch)
+        state.out[0, 0, 0] *= 1 + 2.0**-20 * (next(calls) % 10 == 9)
+        return state
+
+    case = Case(SPECS["mixed_small"], dtype="f32", repeats=50)
+    tier = with_fault(now_and_then)
+    assert run_case(tier, dataclasses.replace(case, repeats=0)).ok
+    result = run_case(tier, case)
+    assert (result.status, result.kind) == ("mismatch", "memory")
+    assert "differs in bits" in result.detail
+    assert run_case(tiers.get("paged"), case).ok
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("rows written twice", "write"),
+        ("nothing written", "write"),
+        ("changes the cache", "memory"),
+        ("returns scratch", "memory"),
+        ("writes past the end of out", "memory"),
+        ("ignores out", "form"),
+        ("out in float64", "form"),
+    ],
+)
+def test_what_a_guard_finds_names_the_kind_of_fault(fault, kind):
+    assert run_case(WRAPPED_FAULTS[fault][0], CASES[0]).kind == kind
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), RuntimeError("0")])

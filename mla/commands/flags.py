@@ -15,10 +15,11 @@ from mla.settings import RunSettings, Source, load_settings
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run and where each came from."""
+    """The settings of a run and where each came from, and where its record goes (`--json`)."""
 
     settings: RunSettings
     sources: Mapping[str, Source]
+    json: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def command(app: typer.Typer, names: Sequence[str], **defaults: Any) -> Callable
         def run(config: Path | None, json: str | None, **given: Any) -> None:
             with sentences():
                 check_target(json)
-                ready = _load(config, {name: given.pop(name) for name in names}, title, defaults)
-                _take_threads(ready.settings.threads)
+                ready = _load(config, {name: given.pop(name) for name in names}, title, defaults, json)
+                take_threads(ready.settings.threads)
                 outcome = function(ready, **given)
                 head = {"command": title, "exit": outcome.exit, "environment": environment(ready.settings.device)}
                 record = {**head, "settings": _settings_record(ready), **outcome.record}
@@ -88,16 +89,17 @@ def _flag(name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
     return _keyword(name, str | None, f"--{name.replace('_', '-')}", metavar=metavar, help=help)
 
 
-def _load(config: Path | None, flags: dict[str, Any], title: str, defaults: Mapping[str, Any]) -> Run:
+def _load(config: Path | None, flags: dict[str, Any], title: str, defaults: Mapping[str, Any], json: str | None) -> Run:
     if flags.get("tiers") is not None:
         flags["tiers"] = ",".join(flags["tiers"]) or None  # one list, whether --tier is repeated or holds commas
     settings, sources = load_settings(config, flags)
     changed = {name: value for name, value in defaults.items() if sources[name] == "default"}
     sources |= dict.fromkeys(changed, f"default of mla {title}")
-    return Run(settings.model_copy(update=changed), sources)
+    return Run(settings.model_copy(update=changed), sources, json)
 
 
-def _take_threads(threads: int | None) -> None:
+def take_threads(threads: int | None) -> None:
+    """Set the number of CPU threads; None leaves torch's choice."""
     import torch
 
     if threads is not None:

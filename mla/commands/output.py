@@ -18,6 +18,7 @@ from typing import Any, Literal
 import typer
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -29,8 +30,9 @@ Tick = Callable[[int, int], None]
 
 STYLES = {
     **dict.fromkeys(("ok", "yes"), "green"),
-    **dict.fromkeys(("refused", "no"), "yellow"),
+    **dict.fromkeys(("refused", "not_run", "no"), "yellow"),
     **dict.fromkeys(("mismatch", "raised", "failed", "not_finite", "wrong_shape", "wrong_dtype"), "bold red"),
+    **dict.fromkeys(("timed_out", "crashed", "missed"), "bold red"),
 }
 
 
@@ -52,8 +54,17 @@ class Grid:
         return all(cell == "-" or _is_number(cell) for cell in (row[column] for row in self.rows))
 
 
-Block = str | dict[str, str] | Grid
-"""A paragraph, fields with their labels, or a table."""
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong: a sentence, what is known about it by label, and a command that a terminal must not cut."""
+
+    sentence: str
+    fields: dict[str, str]
+    command: str
+
+
+Block = str | dict[str, str] | Grid | Finding
+"""A paragraph, fields with their labels, a table, or a finding."""
 
 
 def show(blocks: Sequence[Block], *, stderr: bool = False) -> None:
@@ -65,6 +76,11 @@ def show(blocks: Sequence[Block], *, stderr: bool = False) -> None:
             continue
         if i:
             console.print()
+        if isinstance(block, Finding):
+            console.print(Text(block.sentence, "bold"))
+            console.print(Padding(_drawn(block.fields, console)[0], (0, 0, 0, 2)))
+            console.print(f"  {block.command}", soft_wrap=True)
+            continue
         for j, part in enumerate([block] if isinstance(block, str) else _drawn(block, console)):
             console.print(*([""] if j else []), part, sep="\n")
 
@@ -126,14 +142,14 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def check_target(target: str | None) -> None:
+def check_target(target: str | None, flag: str = "--json") -> None:
     """Raise ValueError where a record could not be written to `target`: before a long run, not after it."""
     if target in (None, "-"):
         return
     path = Path(target)
     if path.is_dir() or not path.parent.is_dir():
         got = f"{target}, {'a folder' if path.is_dir() else 'whose folder does not exist'}"
-        raise bad("--json", expected="the path of a file to write, or -", got=got, fix="make the folder, or use -")
+        raise bad(flag, expected="the path of a file to write, or -", got=got, fix="make the folder, or use -")
 
 
 def write(record: Mapping[str, Any], target: str | None) -> None:
@@ -158,6 +174,8 @@ def _is_number(cell: str) -> bool:
 def _plain(block: Block) -> str:
     if isinstance(block, str):
         return block
+    if isinstance(block, Finding):
+        return "\n  ".join([block.sentence, *_plain(block.fields).splitlines(), block.command])
     if isinstance(block, dict):
         width = max(map(len, block))
         return "\n".join(f"{label:<{width}}  {text}" for label, text in block.items())
@@ -173,6 +191,7 @@ def _drawn(block: dict[str, str] | Grid, console: Console) -> list[Table]:
         return _split(block, console)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
     for label, text in block.items():
         grid.add_row(label, Text(text))
     return [grid]

@@ -83,23 +83,6 @@ def _place(at: tuple[int, int, int, int] | None) -> Record | None:
     return None if at is None else dict(zip(("step", "request", "token", "head"), at, strict=True))
 
 
-def check_record(tier: str, suite: str, results: Sequence[Any], summary: Record) -> Record:
-    """Describe a conformance run: the summary, a line for each family of inputs, a record for each case."""
-    families: Record = {}
-    for family in sorted({r.case.family for r in results}):
-        mine = [r for r in results if r.case.family == family]
-        ran = [r for r in mine if r.status != "refused"]
-        families[family] = {
-            "cases": len(mine),
-            "ok": sum(r.ok for r in mine),
-            "refused": len(mine) - len(ran),
-            "failed": sum(not r.ok for r in ran),
-            "used_out": max((r.used_out for r in ran), default=None),
-            "used_lse": max((r.used_lse for r in ran), default=None),
-        }
-    return {"tier": tier, "suite": suite, **summary, "families": families, "results": [r.record() for r in results]}
-
-
 def bench_record(
     model: Record, config: Any, results: Sequence[tuple[str, Any]], gpu: Any, peers: Sequence[tuple[Any, Any]]
 ) -> Record:
@@ -151,6 +134,7 @@ def _bench_row(name: str, result: Any, model: Record, config: Any, gpu: Any) -> 
         "bound_ms": bound, "times_bound": seconds * 1e3 / bound if seconds and bound else None,
         "cache_bytes_per_token": row, "mha_bytes_per_token": model["mha_bytes"],
         "peak_workspace_bytes": result.peak_bytes if ready else None,
+        "workspace_bound_bytes": result.bound_bytes,
     }  # fmt: skip
 
 

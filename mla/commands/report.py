@@ -1,7 +1,6 @@
 """From records to what a person reads: each function returns blocks for `mla.commands.output.show`."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,39 +57,6 @@ def _compare_row(tier: Record) -> tuple[str, ...]:
         number(tier["prefill_tokens_per_second"], 0),
         number(tier["decode_ms_per_step"], 2),
     )
-
-
-def check_blocks(record: Record, every: bool = False) -> list[Block]:
-    """Lay out a conformance run: the verdict, a row for each family of inputs, then the cases that fail, or all."""
-    keys = ("cases", "ok", "failed", "refused")
-    head = {
-        "tier": record["tier"],
-        "suite": f"{record['suite']}, {count(record['cases'], 'case')}, {record['seconds']:.1f} s in attend",
-        "verdict": f"{record['verdict']}: {record['ok']} ok, {len(record['failed'])} not, {record['refused']} refused",
-    }
-    families = [
-        (
-            name,
-            *(str(f[key]) for key in ("cases", "ok", "failed", "refused")),
-            ratio(f["used_out"]),
-            ratio(f["used_lse"]),
-        )
-        for name, f in record["families"].items()
-    ]
-    titles = ("inputs", *keys, "out error\n/budget", "LSE error\n/budget")
-    blocks: list[Block] = [head, Grid(titles, families), "error/budget: the worst of the family, right is at most 1."]
-    shown = [r for r in record["results"] if every or r["status"] not in ("ok", "refused")]
-    if shown:
-        rows = [(r["case"], r["status"], ratio(r["used_out"]), ratio(r["used_lse"]), _finding(r)) for r in shown]
-        blocks.append(Grid(("case", "status", "out error\n/budget", "LSE error\n/budget", "what, where"), rows))
-    refusals = Counter(r["detail"] for r in record["results"] if r["status"] == "refused")
-    return [*blocks, *(f"{count(n, 'case')} refused: {reason}" for reason, n in refusals.items())]
-
-
-def _finding(result: Record) -> str:
-    where = result["where"]
-    place = "{metric} of request {request}, token {token} (row {row}), head {head}".format(**where) if where else ""
-    return "; ".join(part for part in (result["detail"], place) if part) or "-"
 
 
 def tiers_blocks(record: Record) -> list[Block]:

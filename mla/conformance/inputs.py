@@ -71,21 +71,43 @@ class Inputs:
 
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     """Return new tensors for a case, q.nope (T, N, P) and so on: the same numbers on every machine."""
-    d, batch_spec = case.dims, case.batch
+    d, batch = case.dims, case.batch
     random = np.random.Generator(np.random.SFC64(case.random_seed))
     z = lambda *shape: torch.from_numpy(random.standard_normal(shape))
     up = z(d.N * (d.P + d.V), d.L) / d.L**0.5
     W_UK = up.view(d.N, d.P + d.V, d.L)[:, : d.P]  # (N, P, L)
-    queries, keys = [], []
-    bounds = iter(batch_spec.visible())
-    for b, (query_len, S) in enumerate(zip(batch_spec.query_lens, batch_spec.seq_lens, strict=True)):
-        visible = torch.tensor([next(bounds) for _ in range(query_len)], dtype=torch.int64)
-        q, rows = _family(case, b, z(query_len, d.N, d.P + d.R), z(S, d.L + d.R), z(d.L).sign(), visible, W_UK)
+    drawn = [
+        (z(q, d.N, d.P + d.R), z(S, d.L + d.R), z(d.L).sign())
+        for q, S in zip(batch.query_lens, batch.seq_lens, strict=True)
+    ]
+    lender, shared = shared_keys(case)
+    needles = [needle_position(case, b) for b in range(len(drawn))]
+    lent = [j for j, n in zip(needles, shared, strict=True) if j is not None and j < n]
+    queries, keys, bounds = [], [], iter(batch.visible())
+    for b, (q, rows, u) in enumerate(drawn):
+        if shared[b]:
+            rows[: shared[b]], u = drawn[lender][1][: shared[b]], drawn[lender][2]
+        twice = {*(j for j in lent if j < shared[b]), *(j for j in (needles[b],) if j is not None)}
+        visible = torch.tensor([next(bounds) for _ in range(q.shape[0])], dtype=torch.int64)
+        q, rows = _family(case, q, rows.clone(), u, visible, W_UK, needles[b], sorted(twice))
         q[visible == 0] = float("nan")
         queries.append(q)
         keys.append(rows)
-    queries.append(torch.full((batch_spec.pad_tokens, d.N, d.P + d.R), float("nan"), dtype=torch.float64))
+    queries.append(torch.full((batch.pad_tokens, d.N, d.P + d.R), float("nan"), dtype=torch.float64))
     return _place(case, torch.cat(queries), keys, up, random, device)
+
+
+def shared_keys(case: Case) -> tuple[int, list[int]]:
+    """Return the request whose first pages others share, and how many keys each request has in such pages.
+
+    The longest prefix is lent, as whole pages that no request writes in this step; without slots "shared" none is.
+    """
+    batch, page = case.batch, case.page_size
+    prefixes = [max(s - q, 0) for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
+    most = sorted(prefixes)[-2:]
+    if case.slots != "shared" or len(most) < 2:
+        return 0, [0] * len(prefixes)
+    return prefixes.index(most[1]), [min(p, most[0]) // page * page for p in prefixes]
 
 
 def poison(cache: PagedLatentCache) -> None:
@@ -94,8 +116,8 @@ def poison(cache: PagedLatentCache) -> None:
     if not data.is_floating_point() or data.dtype.itemsize < 2:
         data.view(torch.uint8).fill_(255)
         return
-    for i, value in enumerate(POISON):
-        data.view(-1, data.shape[2])[i :: len(POISON)] = value
+    turn = torch.arange(data.shape[0] * data.shape[1], device=data.device).view(data.shape[:2]) % len(POISON)
+    data.copy_(data.new_tensor(POISON)[turn][..., None].expand_as(data))
 
 
 def needle_position(case: Case, b: int) -> int | None:
@@ -121,9 +143,12 @@ def needle_position(case: Case, b: int) -> int | None:
 
 
 def _family(
-    case: Case, b: int, q: Tensor, rows: Tensor, u: Tensor, visible: Tensor, W_UK: Tensor
+    case: Case, q: Tensor, rows: Tensor, u: Tensor, visible: Tensor, W_UK: Tensor, needle: int | None, twice: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Turn noise q (T, N, P+R) and rows (S, L+R) of one request into those of the case's family."""
+    """Turn noise q (T, N, P+R) and rows (S, L+R) of one request into those of the case's family.
+
+    `needle` is the request's own needle; the rows `twice` hold it and those of requests that share pages with this one.
+    """
     d, scale = case.dims, case.dims.softmax_scale
     if case.family == "peaked":
         return q * PEAK, rows
@@ -136,14 +161,13 @@ def _family(
         sign = 1.0 - 2.0 * (torch.arange(d.N) % 2)
         q[..., : d.P] += toward * (sign * LARGE / (scale * toward.square().sum(-1)))[:, None]
         return q, rows
-    j = needle_position(case, b)
-    if j is None:
+    rows[twice] *= 2
+    if needle is None:
         return q, rows
-    rows[j] *= 2
     k_nope = torch.einsum("sl,npl->snp", rows[:, : d.L], W_UK)
     keys = torch.cat([k_nope, rows[:, None, d.L :].expand(-1, d.N, -1)], -1)  # (S, N, P+R)
-    sees = visible > max(j, 1)
-    q[sees] = _toward_needle(q[sees], keys, visible[sees], j, scale)
+    sees = visible > max(needle, 1)
+    q[sees] = _toward_needle(q[sees], keys, visible[sees], needle, scale)
     return q, rows
 
 
@@ -176,6 +200,8 @@ def _place(case: Case, q: Tensor, keys: list[Tensor], up: Tensor, random: np.ran
     """Round to the case's dtype, lay the requests out over pages, and split old rows from new ones."""
     d, s, dtype, page = case.dims, case.batch, case.torch_dtype, case.page_size
     tables, num_pages = _tables(case.slots, [-(-n // page) for n in s.seq_lens], random)
+    lender, shared = shared_keys(case)
+    tables = [tables[lender][: n // page] + row[n // page :] for n, row in zip(shared, tables, strict=True)]
     width = max(map(len, tables), default=0) + 2
     absurd = lambda b, i: (*ABSURD_PAGES, num_pages)[(b + i) % (len(ABSURD_PAGES) + 1)]
     full = [[*row, *(absurd(b, i) for i in range(width - len(row)))] for b, row in enumerate(tables)]
@@ -214,7 +240,7 @@ def _tables(slots: str, pages: list[int], random: np.random.Generator) -> tuple[
     starts = [0, *accumulate(pages)]
     if slots == "contiguous":
         order = list(range(sum(pages)))
-    elif slots == "shuffled":
+    elif slots in ("shuffled", "shared"):
         order = random.permutation(total).tolist()
     else:
         each = [(b, i) for b, n in enumerate(pages) for i in range(n)]

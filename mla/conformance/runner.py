@@ -6,35 +6,35 @@ Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, 
 import copy
 import dataclasses
 import math
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from mla.accuracy import Comparison, Reference, compare, reference
-from mla.cache import PagedLatentCache
 from mla.conformance.cases import Case, sample_rows
-from mla.conformance.guards import (
-    Wrong,
-    check_form,
-    check_guards,
-    check_same,
-    filled_cache,
-    guarded_buffers,
-    uninitialised_memory_is_nan,
-)
-from mla.conformance.inputs import Inputs, make_inputs
-from mla.need import Need, normal_device
+from mla.conformance.guards import Wrong, check_cache, check_form, check_guards, check_same
+from mla.conformance.inputs import Inputs
+from mla.conformance.large import care_of, far_check, no_room
+from mla.conformance.trial import Trial, attempt, unmirrored
+from mla.need import normal_device
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
-from mla.tier import Plan, Prepared, Tier
+from mla.tier import Tier
 
-STATUSES = ("ok", "refused", "mismatch", "not_finite", "wrong_shape", "wrong_dtype", "raised")
+if TYPE_CHECKING:
+    from mla.conformance.diagnosis import Diagnosis
+
+STATUSES = (
+    *("ok", "refused", "not_run"),
+    *("mismatch", "not_finite", "wrong_shape", "wrong_dtype", "raised", "timed_out", "crashed"),
+)
+PASSED_OVER = ("refused", "not_run")
+SECOND = "only in the second attend, that of another layer on the same plan: heads moved on by one, W_UV negated"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Where:
 class Result:
     """One case on one tier: `used_out`, `used_lse` are error / budget, right up to 1; `seconds` is one attend's time.
 
-    `status` is one of `STATUSES`; `detail` says in a sentence what is wrong, or why the tier refuses.
+    `status` is one of `STATUSES`; `detail` says in a sentence what is wrong, or why the tier refuses. `level` is
+    "attend", or "latent" for an inner kernel. `kind` is the best guess at the kind of fault, one of the zoo's `KINDS`,
+    "" for none; `diagnosis` holds what it rests on where there were numbers, `at` the tier's own line where it stopped.
     """
 
     case: Case
@@ -69,15 +71,31 @@ class Result:
     where: Where | None = None
     seconds: float = 0.0
     detail: str = ""
+    level: str = "attend"
+    kind: str = ""
+    at: str = ""
+    diagnosis: "Diagnosis | None" = None
+
+    @property
+    def name(self) -> str:
+        """The case's id as `mla check --case` takes it: with "@latent" behind it at that level."""
+        return self.case.id if self.level == "attend" else f"{self.case.id}@{self.level}"
 
     @property
     def ok(self) -> bool:
         """True where the tier ran and everything was right; a refusal is not ok."""
         return self.status == "ok"
 
+    @property
+    def failed(self) -> bool:
+        """True where the tier ran and something was wrong; neither a refusal nor a case that was not run."""
+        return self.status not in ("ok", *PASSED_OVER)
+
     def record(self) -> dict[str, Any]:
         """Return the result as plain values, the case by its id."""
-        return {**asdict(self), "case": self.case.id}
+        diagnosis = None if self.diagnosis is None else self.diagnosis.record()
+        plain = dataclasses.replace(self, diagnosis=None)
+        return {**asdict(plain), "case": self.case.id, "name": self.name, "diagnosis": diagnosis}
 
 
 @lru_cache(maxsize=1024)
@@ -87,7 +105,7 @@ def truth(case: Case, device: str = "cpu") -> tuple[Reference, tuple[int, ...] |
     Made once per case and shared by all tiers, from `layout.round_trip` of the case's own inputs; nothing of a tier is
     read. Raises ValueError where the budget is not finite: a fault of the case.
     """
-    inputs, (rows, heads) = _inputs(case, device), sample_rows(case)
+    inputs, (rows, heads) = inputs_of(case, device), sample_rows(case)
     pick = (lambda x: x) if heads is None else (lambda x: x[:, heads])
     q, up = Query(*map(pick, inputs.q)), UpProjection(*map(pick, inputs.up))
     keys = [case.cache_layout.round_trip(*pair) for pair in inputs.keys]
@@ -97,100 +115,146 @@ def truth(case: Case, device: str = "cpu") -> tuple[Reference, tuple[int, ...] |
     return made, None if heads is None else tuple(heads)
 
 
-def check(tier: Tier, cases: Iterable[Case], *, device: str = "cpu") -> Iterator[Result]:
-    """Yield one result for each case, as it is done. A tier that raises or refuses gets a row, and the run goes on."""
-    for case in cases:
-        yield run_case(tier, case, device=device)
+def check(
+    tier: Tier, cases: Iterable[Case], *, device: str = "cpu", most_diagnosed: float = math.inf
+) -> Iterator[Result]:
+    """Yield one result for each case, as it is done. A tier that raises or refuses gets a row, and the run goes on.
 
-
-def run_case(tier: Tier, case: Case, *, device: str = "cpu") -> Result:
-    """Run one case on a tier: write, attend twice, compare both results, look at all that must be unchanged.
-
-    Raises only for a fault of the case itself; whatever the tier raises becomes a result.
+    After `most_diagnosed` diagnoses, which take seconds each, wrong numbers are only counted.
     """
-    device, need = normal_device(device), case.need(device)
+    left = most_diagnosed
+    for case in cases:
+        result = run_case(tier, case, device=device, diagnosed=left > 0)
+        left -= result.diagnosis is not None
+        yield result
+
+
+def run_case(tier: Tier, case: Case, *, device: str = "cpu", diagnosed: bool = True) -> Result:
+    """Run one case on a tier in this process: write, attend, judge the numbers and all that must be unchanged.
+
+    Raises only for a fault of the case itself; whatever the tier raises becomes a result. `diagnosed` False spares the
+    seconds that a diagnosis of wrong numbers takes.
+    """
+    device = normal_device(device)
+    why = no_room(case, device)
+    if why is not None:
+        return Result(case, tier.name, "not_run", detail=why)
+    given = copy.deepcopy(inputs_of(case, device))  # views stay views of one tensor
+    return judge(case, attempt(tier, case, device, given), device, diagnosed)
+
+
+def judge(case: Case, trial: Trial, device: str, diagnosed: bool = True) -> Result:
+    """Say what a trial is worth. Nothing is read but its tensors, and the inputs and the truth made here.
+
+    The status comes from memory first, then from the numbers of the first attend, then from those of the second.
+    """
+    result = Result(case, trial.tier, trial.status, seconds=trial.seconds, detail=trial.detail, at=trial.at)
+    if trial.status in PASSED_OVER:
+        return result
     try:
-        reasons = tier.why_not(need)
-        if reasons:
-            return Result(case, tier.name, "refused", detail=" ".join(reasons))
-        with uninitialised_memory_is_nan(device):
-            seconds, states = _run(tier, case, need)
+        states = examined(case, trial, device)
     except Wrong as wrong:
-        return Result(case, tier.name, wrong.status, math.inf, math.inf, detail=wrong.detail)
-    except (Exception, SystemExit) as error:  # whatever a stranger's tier raises, an exit too, is a row
-        return Result(case, tier.name, "raised", math.inf, math.inf, detail=f"{type(error).__name__}: {error}")
+        return dataclasses.replace(
+            result, status=wrong.status, used_out=math.inf, used_lse=math.inf, detail=wrong.detail, kind=wrong.kind
+        )
     made, heads = truth(case, device)
+    result, i = weigh(result, states, made, heads)
+    if i is None or not diagnosed:
+        return result
+    from mla.conformance.diagnosis import diagnose
+
+    found = diagnose(case, states[i], made, heads, inputs_of(case, device))
+    return dataclasses.replace(result, kind="" if found is None else found.kind, diagnosis=found)
+
+
+def weigh(
+    result: Result, states: Sequence[AttentionState], made: Reference, heads: tuple[int, ...] | None
+) -> tuple[Result, int | None]:
+    """Complete a result with what its states use of the budget, out (T, N, V) and lse (T, N); None: all are right.
+
+    Where one is wrong, its index is returned and all the numbers are those of the first that is.
+    """
     comparisons = [_compare(state, made, heads) for state in states]
-    worst = max(comparisons, key=lambda c: (not c.ok, max(c.used_out, c.used_lse)))
-    used_out, used_lse = (max(getattr(c, name) for c in comparisons) for name in ("used_out", "used_lse"))
-    return Result(case, tier.name, worst.status, used_out, used_lse, _where(worst, case), seconds, worst.detail)
+    i = next((i for i, c in enumerate(comparisons) if not c.ok), None)
+    shown = max(comparisons, key=lambda c: max(c.used_out, c.used_lse)) if i is None else comparisons[i]
+    used = {name: getattr(shown, name) for name in ("used_out", "used_lse")}
+    if i is None:
+        used = {name: max(getattr(c, name) for c in comparisons) for name in used}
+    detail = "; ".join(part for part in (shown.detail, SECOND if i else "") if part)
+    where = _where(shown, result.case)
+    return dataclasses.replace(result, status=shown.status, **used, where=where, detail=detail), i
+
+
+def examined(case: Case, trial: Trial, device: str) -> tuple[AttentionState, AttentionState]:
+    """Return the two answers of a trial, out (T, N, V) and lse (T, N), once all that is beside the numbers is right.
+
+    Raises Wrong for what the tier's own process found, for another form, for a cache that does not hold what was
+    written, and for memory that was changed: guard rows, the first answer, the cache, the inputs.
+    """
+    if trial.status != "ran":
+        known = trial.status if trial.status in STATUSES and trial.status != "ok" else "crashed"
+        raise Wrong(known, trial.detail, trial.kind)
+    need, given = case.need(device), inputs_of(case, device)
+    trial = dataclasses.replace(trial, tensors=_complete(trial, case, given, device))
+    answers = trial.state("first"), trial.state("second")
+    for answer in answers:
+        check_form(answer, need, given.batch.num_tokens)
+    if case.cache == "far":
+        far_check(case, given, trial.tensors["memory.before"])
+    else:
+        check_cache(case, given, trial.tensors["rows"], trial.tensors["memory.before"])
+    check_guards([trial.tensors[name] for name in trial.tensors if name.startswith("guard.")])
+    for name, now, was in zip(("out", "lse"), trial.state("later"), answers[0], strict=True):
+        check_same(f"{name} of the first attend, which the second one reused as scratch,", now, was)
+    check_same("the cache", trial.tensors["memory.after"], trial.tensors["memory.before"])
+    for name, was in given.tensors():
+        check_same(name, trial.tensors[f"input.{name}"], was)
+    return answers[0], unmirrored(answers[1], given.q)
+
+
+def _complete(trial: Trial, case: Case, given: Inputs, device: str) -> dict[str, Tensor]:
+    """Return the tensors on the device of the judge; raises Wrong where one that every trial has is missing."""
+    parts = ("out", "lse") if case.lse else ("out",)
+    names = {f"{which}.{part}" for which in ("first", "second", "later") for part in parts}
+    names |= {f"guard.{i}" for i in range(2 * len(parts))} | {f"input.{name}" for name, _ in given.tensors()}
+    names |= {"memory.before", "memory.after"} | ({"rows"} if case.cache != "far" else set())
+    missing = sorted(names - set(trial.tensors))
+    if missing:
+        raise Wrong("crashed", f"its process did not hand over {', '.join(missing)}", "form")
+    return {name: x.to(device) for name, x in trial.tensors.items()}
 
 
 def summary(results: Iterable[Result]) -> dict[str, Any]:
     """Return counts by status, the worst error / budget of out and LSE with their cases, and a verdict.
 
-    The verdict is "ok" only where at least one case ran and none failed; "refused" where none ran; else "failed".
+    The verdict is "failed" where a case failed, "incomplete" where one was not run, "ok" where at least one was right,
+    and "refused" where none ran. `kinds` counts the best guesses of the failures.
     """
     results = list(results)
     counts = Counter(r.status for r in results)
-    failed = [r.case.id for r in results if r.status not in ("ok", "refused")]
+    failed = [r for r in results if r.failed]
     worst: dict[str, Any] = {}
     for metric in ("used_out", "used_lse"):
-        top = max((r for r in results if r.status != "refused"), key=lambda r: getattr(r, metric), default=None)
+        top = max((r for r in results if r.status not in PASSED_OVER), key=lambda r: getattr(r, metric), default=None)
         worst[metric] = (
-            None if top is None else {"used": getattr(top, metric), "case": top.case.id, "where": str(top.where or "")}
+            None if top is None else {"used": getattr(top, metric), "case": top.name, "where": str(top.where or "")}
         )
-    verdict = "failed" if failed else "ok" if counts["ok"] else "refused"
-    seconds = sum(r.seconds for r in results)
+    verdict = "failed" if failed else "incomplete" if counts["not_run"] else "ok" if counts["ok"] else "refused"
     return {
         "verdict": verdict,
         "cases": len(results),
         **{s: counts[s] for s in STATUSES},
         **worst,
-        "seconds": seconds,
-        "failed": failed,
+        "seconds": sum(r.seconds for r in results),
+        "failed": [r.name for r in failed],
+        "kinds": dict(Counter(r.kind for r in failed if r.kind).most_common()),
     }
 
 
-def _run(tier: Tier, case: Case, need: Need) -> tuple[float, tuple[AttentionState, AttentionState]]:
-    """Return the seconds of an attend and two results, of memory of the tier's and of the caller's; raises Wrong."""
-    master = _inputs(case, need.device)
-    given = copy.deepcopy(master)  # views stay views of one tensor
-    T = given.batch.num_tokens
-    cache = filled_cache(tier, case, given, need.device)
-    prepared, plan = tier.prepare(given.up, need), tier.plan(need, given.batch)
-    before = cache.data.clone()
-    seconds, first = _attend(tier, given.q, cache, prepared, plan, None)
-    check_form(first, need, T)
-    kept = copy.deepcopy(first)
-    buffers, guards = guarded_buffers(need, T)
-    _, second = _attend(tier, given.q, cache, prepared, plan, buffers)
-    if second is not buffers:
-        raise Wrong("mismatch", "attend(out=...) did not return the caller's own state")
-    check_guards(guards)
-    for name, now, was in zip(("out", "lse"), first, kept, strict=True):
-        check_same(f"{name} of the first attend, which the second one reused as scratch,", now, was)
-    check_same("the cache", cache.data, before)
-    for (name, now), (_, was) in zip(given.tensors(), master.tensors(), strict=True):
-        check_same(name, now, was)
-    return seconds, (first, second)
-
-
 @lru_cache(maxsize=2)
-def _inputs(case: Case, device: str) -> Inputs:
-    return make_inputs(case, device)
-
-
-def _attend(
-    tier: Tier, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None
-) -> tuple[float, AttentionState]:
-    """Return the seconds of one attend, waited for, and its result."""
-    wait = torch.cuda.synchronize if cache.data.is_cuda else lambda: None
-    wait()
-    start = time.perf_counter()
-    state = tier.attend(q, cache, prepared, plan, out)
-    wait()
-    return time.perf_counter() - start, state
+def inputs_of(case: Case, device: str) -> Inputs:
+    """Return the inputs of a case, q.nope (T, N, P) and so on, that the judge keeps: a tier is given copies."""
+    return care_of(case).inputs(case, device)
 
 
 def _compare(state: AttentionState, made: Reference, heads: tuple[int, ...] | None) -> Comparison:

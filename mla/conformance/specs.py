@@ -4,6 +4,7 @@ Host lists only. seq_lens count all keys of a request, query_lens its new tokens
 """
 
 from dataclasses import dataclass
+from itertools import permutations
 
 from mla.batch import parse_batch
 from mla.errors import bad
@@ -43,12 +44,13 @@ class BatchSpec:
 
 
 def spec(name: str) -> BatchSpec:
-    """Return a batch by its name in `SPECS`, or one written in the batch grammar, such as 16q1s4k.
+    """Return a batch by its name in `SPECS` or `ORDERS`, or one written in the batch grammar, such as 16q1s4k.
 
     Raises ValueError for a text that is neither.
     """
-    if name in SPECS:
-        return SPECS[name]
+    known = SPECS.get(name) or ORDERS.get(name)
+    if known is not None:
+        return known
     try:
         query_lens, seq_lens = parse_batch(name)
     except ValueError as error:
@@ -71,6 +73,22 @@ def page_edges(page: int) -> list[BatchSpec]:
         "edge_decode_half": ([half - 1], [1]),
     }
     return [_edge(f"{name}_{page}", prefix, new, page) for name, (prefix, new) in layouts.items()]
+
+
+def edge_lengths(page: int) -> BatchSpec:
+    """Return a decode over each of 0, 1, page - 1, page and page + 1 keys and a fresh prompt of each length."""
+    lengths = tuple(sorted({0, 1, page - 1, page, page + 1}))
+    return BatchSpec(f"edge_lengths_{page}", (1,) * len(lengths) + lengths, lengths * 2, page, edge=True)
+
+
+def orders(parts: dict[str, tuple[int, int]]) -> dict[str, BatchSpec]:
+    """Return one batch for every order of some requests; `parts` names each by a letter, (query_len, seq_len)."""
+    made = {}
+    for letters in permutations(parts):
+        query_lens, seq_lens = zip(*(parts[letter] for letter in letters), strict=True)
+        name = f"order_{''.join(letters)}"
+        made[name] = BatchSpec(name, query_lens, seq_lens)
+    return made
 
 
 def _edge(name: str, prefix: list[int], new: list[int], page: int) -> BatchSpec:
@@ -100,6 +118,7 @@ EDGES = [
     _edge("edge_across_32", [31], [2], 32),
     *page_edges(64),
     *page_edges(128),
+    *(edge_lengths(page) for page in (1, 8, 16, 32, 64, 128)),
 ]
 
 FEW_KEYS = [
@@ -142,5 +161,8 @@ MIXED = [
     BatchSpec("mixed_prefill_between", (1, 19, 2, 1, 12), (40, 35, 34, 9, 60)),
     BatchSpec("full_mask", (5, 1, 7), (20, 33, 7), mask="full"),
 ]
+
+# a decode, a verification, a fresh prompt and a chunk of one; whoever sorts requests by length must sort them back
+ORDERS = orders({"d": (1, 33), "v": (2, 18), "p": (17, 17), "c": (5, 40)})
 
 SPECS: dict[str, BatchSpec] = {s.name: s for s in (*FIELD, *EDGES, *FEW_KEYS, *EMPTY_ROWS, *MIXED)}
