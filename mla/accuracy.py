@@ -132,7 +132,7 @@ def latent_reference(
     """
     T, N, L = q_latent.shape
     eye = torch.eye(L, dtype=torch.float64, device=q_latent.device)[:, None, :]
-    one_head = (q_latent.reshape(T * N, 1, L), q_pe.reshape(T * N, 1, -1))
+    one_head = (q_latent.reshape(T * N, 1, L), q_pe.reshape(T * N, 1, q_pe.shape[-1]))
     problem = Problem(*one_head, kv_c, k_pe, eye, eye, row_kv_lens.repeat_interleave(N), softmax_scale)
     out, lse, out_limit, lse_limit, empty = _solve(problem, dtype, Noise(seed, q_latent.device), "latent", heads=N)
     shape = lambda x: x.reshape(T, N, *x.shape[2:])

@@ -54,6 +54,24 @@ def test_batches_of_the_field_have_their_lengths():
     assert {q for s in SPECS.values() for q in s.query_lens} >= {0, 1, 2, 4, 8, 17}
 
 
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_every_layout_around_a_page_edge_is_there(page):
+    half, met = page // 2, set()
+    for s in SPECS.values():
+        if s.edge and s.page_size == page:
+            met.add((tuple(n - q for q, n in requests(s)), s.query_lens))
+    assert met >= {
+        ((0,), (page,)),
+        ((0, 0, 0), (page - 1, page, page + 1)),
+        ((page,), (2,)),
+        ((half,), (half,)),
+        ((page - 1,), (2,)),
+        ((0, half, page), (page - 1, half, 1)),
+        ((page - 2, page - 1, page), (1, 1, 1)),
+        ((half - 1,), (1,)),
+    }
+
+
 def test_visible_keys_of_every_kind_of_mask():
     assert SPECS["two_keys"].visible() == [1, 1, 2]
     assert SPECS["zero_rows"].visible() == [64, 0, 64, 0]

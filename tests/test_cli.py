@@ -414,6 +414,7 @@ def test_check_reports_errors_and_refusals(few_cases, tmp_path, tier_file):
 
 def test_check_prints_the_first_failures_and_counts_the_rest(few_cases, tmp_path, tier_file, monkeypatch):
     monkeypatch.setattr("mla.commands.check.SHOWN", 1)
+    monkeypatch.setattr("mla.commands.check.DIAGNOSED", 1)
     _, record, out = record_of(tmp_path, *check_file(tier_file("squared", WRONG)))
     assert [r["diagnosis"] is not None for r in record["results"]] == [True, False]
     assert "1 more failure: 1 mismatch. --all prints them." in out
@@ -421,7 +422,7 @@ def test_check_prints_the_first_failures_and_counts_the_rest(few_cases, tmp_path
 
 
 def test_check_takes_pairs_and_several_tiers(few_cases, tmp_path):
-    code, record, out = record_of(tmp_path, "check", "decode=paged+prefill=naive:mha", "template")
+    code, record, _ = record_of(tmp_path, "check", "decode=paged+prefill=naive:mha", "template")
     assert (code, [t["verdict"] for t in record["tiers"]]) == (0, ["ok", "ok"])
     assert [r["tier"] for r in record["results"]] == ["decode=paged+prefill=naive:mha"] * 2 + ["template"] * 2
     assert "got template and template, both named template" in sentence_of("check", "template", "template")

@@ -1,4 +1,4 @@
-"""How many planted faults pass under the accuracy rules of the field, and how many right kernels each rule rejects.
+"""How many planted faults the accuracy rules of the field tell from right kernels, and how many of those they reject.
 
 `python docs/tools/rules_table.py` writes docs/results/accuracy_rules.json and the table of docs/reference/accuracy.md.
 Axes: T new tokens (packed over requests), S cached tokens, N heads, V value.
@@ -38,7 +38,7 @@ FIELD_BATCHES = (
     "small_decode", "small_prefill", "mixed_small", "medium_decode", "single_decode", "single_prefill",
     "spec_decode_small", "mixed_medium", "chunked_context_prefill",
 )  # fmt: skip
-OUR_BATCHES = ("mixed_small", "zero_rows_prefill", "query_17", "3q1s40")
+OUR_BATCHES = ("padded_tail", "zero_rows_prefill", "3q1s40", "1q1s300_1q5s200")
 SETS = ("field", "ours")
 PARTS = ("out", "both")
 Check = Callable[[Tensor, Tensor, Tensor], bool]
@@ -116,40 +116,40 @@ def cases_of(which: str, seed: int) -> list[Case]:
     """The cases of a set: batches known in the field at V3's widths in bfloat16, or our families at toy sizes."""
     if which == "field":
         return [Case(spec(name), DIMS["v3_n3"], "bf16", "", "randn", "shuffled", 64, seed) for name in FIELD_BATCHES]
-    return [c for c in cases("toy", OUR_BATCHES, ("bf16", "f16"), seed + 1) if c.seed == seed]
+    return [c for c in cases("toy", OUR_BATCHES, ["bf16"], seed + 1) if c.seed == seed]
 
 
 def measure(seeds: int) -> dict[str, Any]:
-    """Count, for every set and rule, the cases that a fault passed and the right answers that were rejected."""
+    """Count, for every set and rule, the right answers that were rejected, and the cases that tell a fault from them.
+
+    A case tells a fault from right kernels where the rule rejects the fault and none of those.
+    """
     start = time.process_time()
     rules = (*RULES, OURS)
-    faults = {which: {name: dict.fromkeys(rules, (0, 0)) for name in FAULTS} for which in SETS}
-    right = {which: dict.fromkeys(rules, (0, 0)) for which in SETS}
-    tried = dict.fromkeys(SETS, 0)
+    right = {which: {rule: [0, 0] for rule in rules} for which in SETS}
+    told = {which: {name: {rule: [0, 0] for rule in rules} for name in FAULTS} for which in SETS}
+    runs = dict.fromkeys(SETS, 0)
     for which in SETS:
         chosen = [(seed, case) for seed in range(seeds) for case in cases_of(which, seed)]
         for seed, case in progress(f"rules, {which}", chosen):
             s = scene(case, tame=which == "field")
             plain = eager(s)
-            for _, tier in correct_kernels().values():
-                tried[which] += 1
-                count(right[which], verdicts(answer(tier, s), s, plain))
+            passed = [verdicts(answer(tier, s), s, plain) for _, tier in correct_kernels().values()]
+            runs[which] += len(passed)
+            fair = {rule: [all(found[rule][i] for found in passed) for i in range(2)] for rule in rules}
+            for rule, row in right[which].items():
+                row[:] = [n + sum(not found[rule][i] for found in passed) for i, n in enumerate(row)]
             for fault in FAULTS.values() if seed == 0 else ():
-                count(faults[which][fault.name], verdicts(answer(fault.tier(), s), s, plain))
+                found = verdicts(answer(fault.tier(), s), s, plain)
+                for rule, row in told[which][fault.name].items():
+                    row[:] = [n + (fair[rule][i] and not found[rule][i]) for i, n in enumerate(row)]
     looked = progress("the suite", [FAULTS[name] for name in FAULTS])
-    found = {c.fault.name: c.result and c.result.case.id for c in score(looked, suites=("smoke", "full", "large"))}
+    caught = {c.fault.name: c.result and c.result.case.id for c in score(looked, suites=("smoke", "full", "large"))}
     where = {"command": f"python docs/tools/rules_table.py --seeds {seeds}", "environment": environment()}
     sizes = {which: len(cases_of(which, 0)) for which in SETS}
     seconds = round(time.process_time() - start, 1)
-    return {**where, "cpu_seconds": seconds, "cases": sizes, "right_runs": tried, "right_rejected": right,
-            "fault_rejected": faults, "found_by_the_suite": found}  # fmt: skip
-
-
-def count(row: dict[str, tuple[int, int]], found: dict[str, tuple[bool, bool]]) -> None:
-    """Add what was rejected, by out alone and by both parts, to the counts of each rule."""
-    for name, passed in found.items():
-        out, both = row[name]
-        row[name] = out + (not passed[0]), both + (not passed[1])
+    return {**where, "cpu_seconds": seconds, "cases": sizes, "right_runs": runs, "right_rejected": right,
+            "told_apart": told, "found_by_the_suite": caught}  # fmt: skip
 
 
 def render(record: dict[str, Any]) -> str:
@@ -161,27 +161,27 @@ def render(record: dict[str, Any]) -> str:
     ]
     words = {
         "field": "The field's inputs: q and rows randn / 10, bfloat16, clean memory",
-        "ours": "Our families: randn, peaked, needle, equal keys, large logits; poisoned memory; bfloat16 and float16",
+        "ours": "Our families: randn, peaked, needle, equal keys, large logits; bfloat16, poisoned memory",
     }
-    titles = ["rule", "faults that pass: out", "out and LSE", "right rejected: out", "out and LSE"]
+    titles = ["rule", "faults not told apart: out", "out and LSE", "right kernels rejected: out", "out and LSE"]
     for which in SETS:
-        runs, faults = record["right_runs"][which], record["fault_rejected"][which]
+        runs, told = record["right_runs"][which], record["told_apart"][which]
         lines = []
         for rule in (*RULES, OURS):
-            passed = [sum(row[rule][i] == 0 for row in faults.values()) for i in range(2)]
+            passed = [sum(row[rule][i] == 0 for row in told.values()) for i in range(2)]
             rejected = [f"{record['right_rejected'][which][rule][i]} of {runs}" for i in range(2)]
             lines.append([rule, *(f"{n} of {total}" for n in passed), *rejected])
         if which == "ours":
             missed = sum(case is None for case in record["found_by_the_suite"].values())
             lines.append([SUITE, "-", f"{missed} of {total}", "-", "-"])
-        parts.append(f"{words[which]}; {record['cases'][which]} cases:\n\n{table(titles, lines)}")
-    return "\n" + "\n\n".join(parts)
+        parts.append(f"{words[which]}; {record['cases'][which]} cases:\n\n{table(titles, lines)}".rstrip())
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, save the record, and write the page's table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the inputs of right kernels [3]")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of the inputs of right kernels [2]")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(words)

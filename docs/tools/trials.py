@@ -40,9 +40,9 @@ DTYPES = ("bf16", "f16", "f32")
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """A case with its inputs and its truth, all rows and heads; `tame` ones are the field's: q and rows divided by 10,
+    """A case with its inputs and the truth of all its rows and heads.
 
-    zeros in memory that nobody owns and in unused table entries.
+    A `tame` one is as the field has them: q and rows divided by 10, zeros in slots and table entries of nobody.
     """
 
     case: Case

@@ -16,7 +16,7 @@ from mla.commands.check_record import check_record, compare_records, read_result
 from mla.commands.check_report import check_blocks, fault_blocks
 from mla.commands.environment import environment
 from mla.commands.flags import Outcome, Run, take_threads
-from mla.commands.options import Asked
+from mla.commands.options import LEVELS, Asked
 from mla.commands.output import Tick, check_target, progress, show
 from mla.commands.resolve import device_of
 from mla.conformance import Case, Result
@@ -25,11 +25,11 @@ from mla.conformance.latent import run_latent_case
 from mla.conformance.runner import inputs_of
 from mla.conformance.trial import Trial
 from mla.errors import bad
-from mla.settings import RunSettings, TierPair, parse_tier
+from mla.settings import RunSettings, TierPair, load_settings, parse_tier
 from mla.tier import Tier
 
 EXIT = {"ok": 0, "failed": 1, "incomplete": 2, "refused": 2}
-SHOWN = 10  # failures that are printed, and so diagnosed
+SHOWN, DIAGNOSED = 10, 40  # failures; a diagnosis takes a part of a second
 GROUP = "mla.tiers"  # entry points of other packages' tiers
 TOLD = ("form", "max_workspace_tokens", "tune_file")
 POLL = 0.3
@@ -80,7 +80,7 @@ def subject(
     spec: str, asked: Asked, settings: RunSettings, device: str, tier_of: TierOf, open_children: ExitStack
 ) -> tuple[str, bool, Results, Notes]:
     """Return a tier's name, whether it has an inner kernel, and how it is run and asked: here, or in a child."""
-    most = float("inf") if asked.every else SHOWN
+    most = float("inf") if asked.every else DIAGNOSED
     if isolated(spec, asked):
         told = {name: getattr(settings, name) for name in TOLD}
         told["tune_file"] = None if settings.tune_file is None else str(settings.tune_file)
@@ -97,7 +97,7 @@ def subject(
         return child.tier, loaded.kind == "latent", run, ask
     tier = tier_of(parse_tier(spec), settings)
     notes = lambda case: _notes(tried(tier, "notes", case, inputs_of(case, device), device))
-    return tier.name, hasattr(tier, "latent"), partial(run_here, tier, device, most), notes
+    return tier.name, getattr(tier, "latent", None) is not None, partial(run_here, tier, device, most), notes
 
 
 def run_here(tier: Tier, device: str, most: float, level: str, cases: Sequence[Case]) -> Iterator[Result]:
@@ -118,7 +118,7 @@ def serve_child(folder: str, descriptor: int, tier_of: TierOf) -> None:
 
     def load_tier(hello: Mapping[str, Any]) -> Tier:
         take_threads(hello["threads"])
-        return tier_of(parse_tier(hello["tier"]), RunSettings().model_copy(update=hello["settings"]))
+        return tier_of(parse_tier(hello["tier"]), load_settings()[0].model_copy(update=hello["settings"]))
 
     serve(folder, descriptor, load_tier)
 
@@ -134,6 +134,8 @@ def jobs_of(asked: Asked, has_kernel: bool) -> list[tuple[str, list[Case]]]:
     jobs = []
     for name in asked.cases:
         id, _, own = name.partition("@")
+        if own not in ("", *LEVELS[:2]):
+            raise bad("--case", expected="ID, ID@attend or ID@latent", got=repr(name), fix="copy one from a report")
         jobs += [(each, [change(conformance.find(id))]) for each in ((own,) if own else levels)]
     return jobs
 

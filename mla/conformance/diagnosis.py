@@ -9,7 +9,7 @@ anew as they would be if the scale, the mask, a page, ... were wrong. One that e
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,6 +86,13 @@ class Diagnosis:
         return asdict(self)
 
 
+class Keys(NamedTuple):
+    """The keys (m,) of a request that the best guess is about; none where it is about all."""
+
+    request: int
+    at: Array
+
+
 def diagnose(
     case: Case, state: AttentionState, made: Reference, heads: tuple[int, ...] | None, inputs: Inputs
 ) -> Diagnosis | None:
@@ -100,8 +107,10 @@ def diagnose(
     with np.errstate(all="ignore"):
         scene = make_scene(case, state, made, heads, inputs, shape.used)
         guesses, hypothesis = rank(shape, scene)
-    keys = touched(scene, scene.rows[0], hypothesis) if hypothesis and scene.rows else np.zeros(0, dtype=np.int64)
-    return _describe(shape, state, made, lambda k: k if heads is None else heads[k], guesses, keys)
+    about = Keys(-1, np.zeros(0, dtype=np.int64))
+    if hypothesis is not None and scene.rows:
+        about = Keys(scene.rows[0].request, touched(scene, scene.rows[0], hypothesis))
+    return _describe(shape, state, made, lambda k: k if heads is None else heads[k], guesses, about)
 
 
 def diagnose_status(status: str, detail: str, kind: str = "") -> Diagnosis:
@@ -138,32 +147,33 @@ def _describe(
     made: Reference,
     number: Callable[[int], int],
     guesses: tuple[Guess, ...],
-    keys: Array,
+    keys: Keys,
 ) -> Diagnosis:
-    """Find the places and say it; `number` names a head, keys (m,) are those that the best guess is about."""
+    """Find the places and say it; `number` names a head."""
     metric = "out" if float(shape.used_out.max()) >= float(shape.used_lse.max()) else "lse"
     used = shape.used_out if metric == "out" else shape.used_lse
     i, k = divmod(int(used.argmax()), used.shape[1])
-    first_i, first_k = (shape.used > 1).nonzero()[0].tolist()
-    row, key = int(made.rows[i]), int(keys[0]) if len(keys) == 1 else None
+    first_i, first_k = min((shape.used > 1).nonzero().tolist(), key=lambda at: int(made.rows[at[0]]))
+    row = int(made.rows[i])
     if metric == "lse" and state.lse is not None:
         got, expected = float(state.lse[row, number(k)]), float(made.lse[i, k])
     else:
         out, right = state.out[row, number(k)].cpu().double(), made.out[i, k].cpu().double()
         column = int((out - right).abs().nan_to_num(float("inf")).argmax())
         got, expected = float(out[column]), float(right[column])
-    first = _place(shape, made, first_i, number(first_k), key)
-    worst = _place(shape, made, i, number(k), key)
-    where = f"{_rows(shape)}{_heads(shape, number)}{_keys(keys, shape.case.page_size)}"
+    first = _place(shape, made, first_i, number(first_k), keys)
+    worst = _place(shape, made, i, number(k), keys)
+    where = f"{_rows(shape)}{_heads(shape, number)}{_keys(keys.at, shape.case.page_size)}"
     at = f"request {worst.request}, token {worst.token}, head {worst.head}"
     numbers = f"{metric} is {got:.6g} for {expected:.6g} at worst ({float(used[i, k]):.3g} budgets; {at})"
     why = f"looks like {KIND_NAMES[guesses[0].kind]}: {guesses[0].because}" if guesses else "no guess explains it"
     return Diagnosis(metric, float(used[i, k]), first, worst, got, expected, guesses, f"{where}: {numbers}; {why}")
 
 
-def _place(shape: Shape, made: Reference, i: int, head: int, key: int | None) -> Place:
+def _place(shape: Shape, made: Reference, i: int, head: int, keys: Keys) -> Place:
     visible, page = int(shape.visible[i]), shape.case.page_size
-    at = visible - 1 if key is None or not 0 <= key < int(shape.seq_len[i]) else key
+    one = len(keys.at) == 1 and keys.request == int(shape.request[i])
+    at = int(keys.at[0]) if one else visible - 1
     where = (at // page, at % page, at) if visible else (-1, -1, -1)
     return Place(int(shape.request[i]), int(shape.token[i]), int(made.rows[i]), head, *where)
 

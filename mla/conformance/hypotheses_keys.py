@@ -40,7 +40,9 @@ def masks(scene: Scene) -> Iterator[Hypothesis]:
     for tile in TILES:
         rounded = partial(_first, bound=partial(_rounded_up, tile=tile))
         yield Hypothesis("mask", f"bounds are rounded up to {tile}", rounded)
-    yield Hypothesis("mask", "rows see only the keys of this step", _own_chunk)
+    for parts in (1, 2, 3, 4, 5, 6, 8, 16):
+        text = "" if parts == 1 else f", and those in each of {parts} splits"
+        yield Hypothesis("mask", f"rows see only the keys of this step{text}", partial(_own_chunk, parts=parts))
 
 
 def _first(scene: Scene, row: Row, bound: Bound) -> Array:
@@ -67,9 +69,13 @@ def _tile_end(scene: Scene, row: Row, tile: int, whole: bool) -> int:
     return -(-_end(scene, row, whole) // tile) * tile
 
 
-def _own_chunk(scene: Scene, row: Row) -> Answer:
-    own = scene.own(row)
-    return scene.attend(row, slice(min(own.stop, own.start + row.seq_len - row.query_len), own.stop))
+def _own_chunk(scene: Scene, row: Row, parts: int) -> Array:
+    """Keys before this step are not seen; each of `parts` ranges then starts no earlier than this step does."""
+    at, context = np.arange(row.visible), row.seq_len - row.query_len
+    length = max(1, -(-row.seq_len // parts))
+    starts = np.maximum(np.arange(parts) * length, context)[:, None]
+    times = ((at >= starts) & (at < starts + length)).sum(0)
+    return scene.scores(row, scene.own(row)) + np.log(times)
 
 
 def tails(scene: Scene) -> Iterator[Hypothesis]:

@@ -254,7 +254,7 @@ def _loaded(hello: Mapping[str, Any], load_tier: Callable[[Mapping[str, Any]], T
     except (Exception, SystemExit) as error:
         said = str(error) if "Fix:" in str(error) else f"{type(error).__name__}: {error}"
         return Trial("", "raised", said, "form", line_of(error.__traceback__)), None
-    return Trial(str(tier.name), kind="latent" if hasattr(tier, "latent") else ""), tier
+    return Trial(str(tier.name), kind="latent" if getattr(tier, "latent", None) else ""), tier
 
 
 def _hand_over(trial: Trial, path: Path) -> None:

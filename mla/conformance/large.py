@@ -29,7 +29,7 @@ from mla.tier import Tier
 BORDER = 2**31  # elements
 ZONES = ("high", "low", "high", "middle")
 DECOY = 4.0
-ROWS_BATCH = "464q64"  # 29,696 rows, of which the last 569 begin behind element 2^31
+ROWS_BATCH = "464q64"  # 29,696 rows, of which the last 568 begin behind element 2^31
 SMALL = 1 << 30
 
 
@@ -142,7 +142,7 @@ def watched_pages(given: Inputs) -> Tensor:
     """Return the pages (n,) int64 of a far pool that are looked at: the owned ones, their neighbours and the decoys."""
     page, device = given.batch.page_size, given.batch.seq_lens.device
     owned = (given.owned_slots() // page).unique()
-    low = torch.arange(int(_decoys(given)), device=device)
+    low = torch.arange(_decoys(given), device=device)
     near = torch.cat([owned - 1, owned, owned + 1, low]).unique()
     return near[(near >= 0) & (near < given.num_pages)]
 
@@ -153,12 +153,12 @@ def far_fill(tier: Tier, case: Case, given: Inputs, device: str) -> PagedLatentC
     What `guards.fill_cache` does for a pool that can be poisoned whole. Raises Wrong for a pool of another form.
     """
     page, layout = case.page_size, case.cache_layout
-    expected = (given.num_pages, page, layout.storage_width)
+    expected = (given.num_pages, page, layout.storage_width), layout.storage_dtype
     with _memory_as_it_comes():
         cache = tier.new_cache(CacheSpec(given.num_pages, page, layout, device))
-    if tuple(cache.data.shape) != expected or cache.layout != layout:
-        found = f"new_cache gave {cache.layout} {tuple(cache.data.shape)}"
-        raise Wrong("wrong_shape", f"{found}, expected {layout} {expected}", "form")
+    if (tuple(cache.data.shape), cache.data.dtype) != expected or cache.layout != layout:
+        found = f"new_cache gave {cache.layout} {tuple(cache.data.shape)} of {cache.data.dtype}"
+        raise Wrong("wrong_shape", f"{found}, expected {layout} {expected[0]}", "form")
     watched = watched_pages(given)
     cache.data[watched] = _at_first(case, given, watched)
     tables = given.batch.block_table

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from mla.accuracy import Reference, latent_reference
 from mla.adapters import LatentKernel, from_latent
 from mla.cache import PagedLatentCache
 from mla.conformance.cases import Case, sample_rows
+from mla.conformance.diagnosis import Diagnosis, diagnose, diagnose_status
 from mla.conformance.guards import (
     Wrong,
     check_repeats,
@@ -104,21 +104,24 @@ def judge_latent(case: Case, trial: Trial, device: str, diagnosed: bool = True) 
     try:
         states = _examined(case, trial, device)
     except Wrong as wrong:
-        inf = math.inf
-        return dataclasses.replace(
-            result, status=wrong.status, used_out=inf, used_lse=inf, detail=wrong.detail, kind=wrong.kind
+        result = dataclasses.replace(
+            result, status=wrong.status, used_out=math.inf, used_lse=math.inf, detail=wrong.detail, kind=wrong.kind
         )
+        return _explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind)) if diagnosed else result
     result, i = weigh(result, states, *latent_truth(case, device))
     if i is None or not diagnosed:
         return result
-    found = _diagnosis(case, states[i], device)
+    if i > 0:  # right at first, and then what was kept from the first run
+        return _explained(result, diagnose_status(result.status, result.detail, "memory"))
+    return _explained(result, _diagnosis(case, states[i], device))
+
+
+def _explained(result: Result, found: Diagnosis | None) -> Result:
     return result if found is None else dataclasses.replace(result, kind=found.kind, diagnosis=found)
 
 
-def _diagnosis(case: Case, state: AttentionState, device: str) -> Any:
+def _diagnosis(case: Case, state: AttentionState, device: str) -> Diagnosis | None:
     """Diagnose a wrong answer, out (T, N, L) and lse (T, N), by what a whole tier makes of it, or None."""
-    from mla.conformance.diagnosis import diagnose
-
     given, (made, heads) = inputs_of(case, device), truth(case, device)
     whole = AttentionState(project_values(state.out, given.up.W_UV).to(case.torch_dtype), state.lse)
     _, i = weigh(Result(case, "", "ok"), [whole], made, heads)

@@ -21,7 +21,8 @@ Clue = tuple[str, float, str]
 @dataclass(frozen=True, eq=False)
 class Shape:
     """Errors of all compared rows and heads: used_out, used_lse (n, h) are error / budget, size_out and size_lse (n, h)
-    are relative error of out and absolute error of the LSE; visible, seq_len, request, token are (n,) of the rows.
+    are relative error of out and absolute error of the LSE; finite (n, h), nan (n,) where all of a row's output is;
+    visible, seq_len, query_len, token and request are (n,) of the rows.
     """
 
     case: Case
@@ -31,6 +32,7 @@ class Shape:
     size_lse: Tensor
     finite: Tensor
     infinite: bool
+    nan: Tensor
     empty: Tensor
     visible: Tensor
     seq_len: Tensor
@@ -86,7 +88,8 @@ def make_shape(case: Case, state: AttentionState, made: Reference, heads: tuple[
     column = lambda f: torch.tensor([f(int(r)) for r in rows], dtype=torch.int64)
     length = lambda lens, r: lens[owners[r]] if owners[r] >= 0 else 0
     return Shape(
-        case, used_out, used_lse, size_out, size_lse, finite, bool(torch.isinf(out).any()), empty,
+        case, used_out, used_lse, size_out, size_lse, finite, bool(torch.isinf(out).any()),
+        torch.isnan(out).all(-1).all(-1), empty,
         column(lambda r: bounds[r]),
         column(lambda r: length(batch.seq_lens, r)), column(lambda r: length(batch.query_lens, r)),
         column(lambda r: r - starts[owners[r]]), column(lambda r: owners[r]),
@@ -125,8 +128,8 @@ def clues(s: Shape) -> Iterator[Clue]:
     if bool((s.wrong & s.empty).any()):
         alone = not bool((s.wrong & live).any())
         padding = s.request < 0
-        if alone and not bool((s.wrong & s.empty & ~padding).any()) and not bool(s.finite[padding].any()):
-            yield "memory", 1.01, "rows that belong to no request are not finite, as memory that nobody wrote"
+        if alone and not bool((s.wrong & s.empty & ~padding).any()) and bool(s.nan[padding].all()):
+            yield "memory", 1.01, "the output of rows that belong to no request is NaN, as memory that nobody wrote"
         yield "empty", 1.0 if alone else 0.3, f"rows without keys are wrong{', and only they' if alone else ''}"
     if not bool((s.wrong & live).any()):
         return
@@ -168,7 +171,7 @@ def _which_rows(s: Shape, live: Tensor) -> Iterator[Clue]:
             yield kind, much, "wrong are the rows of one request"
     if s.only(s.request > 0) and s.share(s.request > 0) == 1.0:
         yield "batch", 0.4, "the first request is right, all others are wrong"
-    if s.case.slots == "far":
+    if s.case.cache == "far":
         yield "offset", 0.9, "the cache is larger than 2^31 elements"
 
 
