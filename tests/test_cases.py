@@ -6,6 +6,9 @@ Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, 
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -146,12 +149,22 @@ def test_full_covers_every_possible_pair_of_two_fields_in_at_most_400_cases():
             if (x, y) not in met and possible({a: x, b: y}):
                 missing.append((a, x, b, y))
     assert not missing
-    assert len({len(full(seed)) <= 400 for seed in range(4)}) == 1
+    assert all(len(full(seed)) <= 400 for seed in range(1, 4))
     assert len(cases) <= 400
     for name, values in (("dims", set(DIMS.values())), ("family", set(FAMILIES)), ("page_size", set(PAGES))):
         assert {getattr(c, name) for c in cases} == values
     assert {c.batch.name for c in cases} >= set(SPECS)
     assert sum(not c.lse for c in cases) >= len(cases) // 10
+
+
+def test_suites_are_the_same_in_every_process():
+    code = "from mla.conformance import suite; print(*(c.id for c in suite('full') + suite('smoke')))"
+    ids = []
+    for seed in ("1", "2"):  # of the order of sets of strings
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        ids.append(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout)
+    assert ids[0] == ids[1]
+    assert ids[0].split() == [c.id for c in suite("full") + suite("smoke")]
 
 
 def test_what_cannot_be_paired_is_what_makes_no_sense():

@@ -20,7 +20,7 @@ import mla.commands.output
 from mla import conformance
 from mla.cli import app
 from mla.commands.check_record import compare_records
-from mla.commands.output import Grid, progress, show
+from mla.commands.output import Finding, Grid, progress, show
 from mla.commands.report import compare_blocks, ratio
 from mla.conformance import zoo
 from mla.settings import RunSettings
@@ -709,6 +709,17 @@ def terminal(monkeypatch):
 
 def lines_of(file: io.StringIO) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 140])
+def test_a_terminal_cuts_no_command_and_no_value_of_a_finding(terminal, width):
+    command, file = "mla check mine.py --case " + "x" * 60, terminal(width)
+    show([Finding("1. mismatch: every row is wrong", {"case": "z" * 60, "at": "mine.py"}, command)])
+    lines = lines_of(file)
+    assert lines[0] == "1. mismatch: every row is wrong"
+    assert f"  {command}" in lines
+    assert "".join(lines).count("z") == 60
+    assert "…" not in "".join(lines)
 
 
 @pytest.mark.parametrize(("width", "tables"), [(80, 2), (140, 1)])

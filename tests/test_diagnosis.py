@@ -16,7 +16,7 @@ from torch import Tensor
 from mla.accuracy import Reference
 from mla.conformance import SPECS, Case
 from mla.conformance.cases import TOY
-from mla.conformance.diagnosis import KIND_NAMES, Diagnosis, combine, diagnose, diagnose_status
+from mla.conformance.diagnosis import KIND_NAMES, Diagnosis, Guess, combine, diagnose, diagnose_status
 from mla.conformance.inputs import Inputs
 from mla.conformance.runner import inputs_of, truth
 from mla.conformance.zoo import KINDS
@@ -157,6 +157,12 @@ def test_tail_last_key_lost_and_the_place_is_that_key():
     assert f", key {at} (page {at // PAGE}, position {at % PAGE}):" in d.sentence
 
 
+def test_page_first_key_lost_and_the_place_is_that_key():
+    d = found(MIXED, *attend(MIXED, lost(lambda b, i: [0])))
+    assert d.kind == "page"
+    assert (d.worst.page, d.worst.position_in_page, d.worst.position) == (0, 0, 0)
+
+
 def test_page_second_page_lost_is_named_in_the_sentence():
     d = found(MIXED, *attend(MIXED, lost(lambda b, i: list(range(PAGE, 2 * PAGE)))))
     assert d.kind == "page"
@@ -220,6 +226,20 @@ def test_empty_rows(value):
     assert d.worst.page == d.worst.position == -1
 
 
+def test_empty_splits_of_a_row_are_nan():
+    # of 4 splits, rows that see none of the last one come out as NaN, in output and LSE
+    out, lse = right(MIXED)
+    row = 0
+    for b, query_len in enumerate(MIXED.batch.query_lens):
+        for i in range(query_len):
+            if visible(b, i) <= 3 * math.ceil(MIXED.batch.seq_lens[b] / 4) < MIXED.batch.seq_lens[b]:
+                out[row], lse[row] = NAN, NAN
+            row += 1
+    d = found(MIXED, out, lse)
+    assert d.kind == "empty"
+    assert "parts in which a row sees no key are NaN" in d.guesses[0].because
+
+
 def test_head_one_off():
     out, lse = right(MIXED)
     d = found(MIXED, out.roll(1, 1), lse.roll(1, 1))
@@ -258,6 +278,7 @@ def test_precision_scores_in_bfloat16():
     )
     d = found(MIXED, *attend(MIXED, rough))
     assert d.kind == "precision"
+    assert d.guesses[0].because == "the scores are rounded to bfloat16"
 
 
 def test_precision_by_the_shape_alone():
@@ -366,3 +387,10 @@ def test_combined_guesses_are_means_over_the_cases():
     assert [g.kind for g in ranked][:2] == ["write", "form"]
     assert ranked[0].score == pytest.approx(2 / 3)
     assert combine([]) == ()
+
+
+def test_combined_guesses_that_tie_go_to_what_came_first_more_often():
+    tied = dataclasses.replace(
+        diagnose_status("mismatch", "x", "memory"), guesses=(Guess("memory", 1.0, ""), Guess("empty", 1.0, ""))
+    )
+    assert [g.kind for g in combine([tied, tied])] == ["memory", "empty"]

@@ -164,6 +164,8 @@ line.recv(1)
 save_file({}, home / "answer.safetensors", said)
 line.send(b"!")
 line.recv(1)
+if kind == "leave":
+    sys.exit(3)
 if kind == "status":
     save_file({}, home / "answer.safetensors", said | {"status": "ok"})
 elif kind == "part":
@@ -194,6 +196,17 @@ def test_a_process_that_lies_is_never_right(tmp_path, kind, sentence):
         (result,) = check_isolated(child, [case_of(2)], most_diagnosed=0)
     assert result.status == "crashed"
     assert result.detail.startswith(sentence)
+
+
+def test_after_many_lost_processes_the_cases_left_are_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("mla.conformance.isolate.MOST_LOST", 2)
+    path = tmp_path / "liar.py"
+    path.write_text(LIAR)
+    with Child([sys.executable, str(path), "leave"], {}, 20.0) as child:
+        results = list(check_isolated(child, [case_of(2)] * 4))
+    assert [r.status for r in results] == ["crashed", "crashed", "not_run", "not_run"]
+    assert results[0].detail == "its process ended with exit code 3"
+    assert results[2].detail == "the last 2 cases each cost a process; run it alone with --case"
 
 
 def test_a_file_that_cannot_be_loaded_or_ends_at_import_says_so(tmp_path):

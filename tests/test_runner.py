@@ -164,6 +164,24 @@ def test_inputs_are_the_tiers_own_and_new_for_every_case():
     assert len({total for _, total in seen}) == len(seen) == 4
 
 
+def test_a_result_in_memory_that_the_next_call_uses_is_found():
+    class Scratch(Ends):
+        held: AttentionState | None = None
+
+        def attend(
+            self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
+        ) -> AttentionState:
+            state = right.attend(q, cache, prepared, plan)
+            self.held = self.held or state
+            for mine, now in zip(self.held, state, strict=True):
+                mine.copy_(now)
+            return self.held if out is None else right.attend(q, cache, prepared, plan, out)
+
+    result = run_case(Scratch(None), CASE)
+    assert (result.status, result.kind) == ("mismatch", "memory")
+    assert result.detail == "out of the first attend, which the second one reused as scratch, was changed"
+
+
 class Ends:
     """A tier whose attend returns what it is told to."""
 

@@ -24,7 +24,7 @@ from mla.conformance.zoo import FAULTS, KINDS, Fault, fault, kernel
 from mla.conformance.zoo.broken import Broken, around
 from mla.conformance.zoo.edits import parse
 from mla.conformance.zoo.fault import KERNEL_TEXT, compiled, edited
-from mla.conformance.zoo.score import Caught, run_fault, score, summary_of
+from mla.conformance.zoo.score import Caught, quick_order, run_fault, score, summary_of
 from mla.presets import preset
 from mla.state import AttentionState
 
@@ -108,6 +108,8 @@ def test_bad_faults_and_names_are_refused():
         fault("value_zeros").kernel()
     with pytest.raises(ValueError, match=r"^level: expected one of attend, latent"):
         list(score([], level="layer"))
+    with pytest.raises(ValueError, match=r"^suites: expected some of smoke, full, large"):
+        list(score([], suites=("smoke", "fuller")))
 
 
 # every fault is caught, nothing right is
@@ -119,6 +121,14 @@ def test_the_fault_is_caught(name):
     assert result is not None, FAULTS[name].about
     if FAULTS[name].kind == "form" and result.status != "raised":
         assert result.status in ("wrong_shape", "wrong_dtype", "mismatch")
+
+
+def test_no_fault_is_caught_by_a_hair_only():
+    """Where the first case that fails is near its budget, another one is far past it."""
+    used = lambda r: max(r.used_out, r.used_lse)
+    for name in SMALL:
+        if used(first_catch(name)) < 2:
+            assert any(used(run_fault(fault(name), case)) > 5 for case in CASES), name
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)
@@ -179,7 +189,7 @@ def test_a_wrapper_without_a_fault_is_right_over_any_tier():
 def test_a_wrapper_breaks_any_correct_tier():
     for name in ("scale_of_the_value_width", "rope_pairs_mixed", "value_zeros", "write_twice", "memory_query_changed"):
         for tier in every_tier(64, 600).values():
-            assert not run_case(FAULTS[name].tier(tier), CASES[0]).ok, (name, tier.name)
+            assert run_case(FAULTS[name].tier(tier), CASES[0], diagnosed=False).failed, (name, tier.name)
 
 
 # the faults are those of the golden constants
@@ -261,6 +271,15 @@ def test_E1_rope_pairs_mixed_gives_the_score_in_the_reports():
 # the score
 
 
+def test_cases_that_show_something_new_come_first():
+    first, again, other = CASES[0], dataclasses.replace(CASES[0], seed=1), toy("one_key", "randn")
+    assert quick_order([first, again, other]) == [first, other, again]
+    assert quick_order([]) == []
+    # a case of few keys comes behind one of many, and one without a needle behind both
+    few, many, plain = toy("one_key", "needle"), toy("mixed_small", "needle"), toy("mixed_small", "randn")
+    assert quick_order([plain, few, many])[0] == many
+
+
 def test_the_score_says_what_caught_a_fault_and_what_was_missed(monkeypatch):
     suites = {"smoke": [CASES[3], CASES[0]], "full": [CASES[1]], "large": []}
     monkeypatch.setattr("mla.conformance.zoo.score.suite", suites.__getitem__)
@@ -303,6 +322,8 @@ def test_what_caught_most_is_tried_first_and_levels_without_a_kernel_are_passed_
     assert all(c.caught and c.level == "latent" and c.result.level == "latent" for c in rows)
     assert rows[0].tried > 1
     assert rows[1].tried == 1
+    assert rows[1].result.case == rows[0].result.case != CASES[0]
+    assert run_fault(rows[1].fault, CASES[0], level="latent").failed  # which is the first in order
 
 
 def test_a_fault_of_long_caches_only_is_not_counted_unless_large_is_run(monkeypatch):
@@ -310,7 +331,7 @@ def test_a_fault_of_long_caches_only_is_not_counted_unless_large_is_run(monkeypa
     assert (f.suite, f.kind, f.source) == ("large", "offset", "G1")
     assert all(run_fault(f, case).ok for case in CASES[:2])
     monkeypatch.setattr("mla.conformance.zoo.score.suite", {"large": [CASES[0]]}.__getitem__)
-    (row,) = score([f], suites=("large",))
+    (row,) = score([f], suites=("smoke", "full", "large"))  # the smaller ones, which cannot show it, are not made
     assert row == Caught(f, "attend", None, "", 1, row.seconds, only_large=False)
 
 

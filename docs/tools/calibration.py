@@ -141,16 +141,17 @@ def correct_tables(record: dict[str, Any]) -> str:
 
 
 def fault_table(record: dict[str, Any]) -> str:
-    """Planted faults: how often each was found by the numbers, and the most that it used of a limit."""
+    """Planted faults that the numbers show: how often each was found, and the most that it used of a limit."""
     titles = ["fault", "shown best by", *(f"{d} {what}" for d in DTYPES for what in ("found", "out", "LSE"))]
     lines = []
     for name in dict.fromkeys(row["fault"] for row in record["faults"]):
         mine = {row["dtype"]: row for row in record["faults"] if row["fault"] == name}
         found = [mine[d] for d in DTYPES]
         best = max(found, key=lambda row: (row["rejected"], max(row["out"], row["lse"])))
-        shown = best["family"] if best["rejected"] else "-"
+        if not best["rejected"]:
+            continue
         each = [(f"{r['rejected']}/{r['runs']}", number(r["out"]), number(r["lse"])) for r in found]
-        lines.append([name, shown, *(cell for three in each for cell in three)])
+        lines.append([name, best["family"], *(cell for three in each for cell in three)])
     return table(titles, lines)
 
 

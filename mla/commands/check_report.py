@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 from mla.commands.check_record import sentence_of
@@ -11,6 +12,7 @@ from mla.commands.report import count, ratio
 Record = Mapping[str, Any]
 BUDGET_LINE = "error/budget: the worst of the family, right is at most 1."
 FAULT_LINE = "caught by: the first case that fails, of those tried in the order smoke, full; guess: of its diagnosis."
+LONGEST = 400  # characters of a sentence; the record has all
 LISTED = 8  # names of cases in one line
 
 
@@ -84,7 +86,9 @@ def _failures(results: Sequence[Record], shown: int | None) -> Iterator[Block]:
     for mine in sorted(groups.values(), key=lambda g: -len(g)):
         for r in mine:
             number += 1
-            yield Finding(f"{number}. {_group(r)}: {sentence_of(r)}", _fields(r), r["again"])
+            yield Finding(
+                f"{number}. {_group(r)}: {shorten(sentence_of(r), LONGEST, placeholder=' ...')}", _fields(r), r["again"]
+            )
     if rest:
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(map(_group, rest)).most_common())
         yield f"{count(len(rest), 'more failure')}: {kinds}. --all prints them."

@@ -7,6 +7,7 @@ anew as they would be if the scale, the mask, a page, ... were wrong. One that e
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -129,8 +130,12 @@ def diagnose_status(status: str, detail: str, kind: str = "") -> Diagnosis:
 
 
 def combine(diagnoses: Iterable[Diagnosis]) -> tuple[Guess, ...]:
-    """Rank the kinds over several failing cases of one tier, by their mean score; the sentence is the best case's."""
+    """Rank the kinds over several failing cases of one tier, by their mean score and then by how often each came first.
+
+    The sentence is the best case's.
+    """
     found = list(diagnoses)
+    firsts = Counter(d.kind for d in found)
     best: dict[str, Guess] = {}
     total: dict[str, float] = {}
     for guess in (g for d in found for g in d.guesses):
@@ -138,7 +143,7 @@ def combine(diagnoses: Iterable[Diagnosis]) -> tuple[Guess, ...]:
         if guess.kind not in best or guess.score > best[guess.kind].score:
             best[guess.kind] = guess
     ranked = [Guess(k, total[k] / len(found), best[k].because) for k in best]
-    return tuple(sorted(ranked, key=lambda g: (-g.score, g.kind)))
+    return tuple(sorted(ranked, key=lambda g: (-g.score, -firsts[g.kind], g.kind)))
 
 
 def _describe(

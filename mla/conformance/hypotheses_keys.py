@@ -91,7 +91,7 @@ def tails(scene: Scene) -> Iterator[Hypothesis]:
         yield Hypothesis("tail", text, partial(_first, bound=partial(_until, end=end)), -0.01)
     for tile in TILES:
         cut = partial(_first, bound=partial(_full_tiles, tile=tile))
-        yield Hypothesis("tail", f"keys behind the last full tile of {tile} are lost", cut)
+        yield Hypothesis("tail", f"keys behind the last full tile of {tile} are lost", cut, 0.03)
     partial_page = lambda s, r: r.visible // p * p
     yield Hypothesis("tail", "keys behind a row's last full page are lost", partial(_first, bound=partial_page))
     for tile in (p, *TILES):

@@ -140,7 +140,9 @@ def _merged(scene: Scene, row: Row, cut: Cut, rule: Rule) -> Answer | None:
         return row.right
     w, z, lse = rule(parts)
     total = logsumexp(flat(z))
-    out = (np.nan_to_num(np.exp(w - total[:, None, None]), posinf=np.inf)[..., None] * parts.o).sum((1, 2))
+    share = np.exp(flat(w) - total[:, None])
+    share[np.isnan(share)] = 0.0
+    out = np.matmul(share[:, None], parts.o.reshape(len(share), -1, parts.o.shape[-1]))[:, 0]
     return Answer(out, total if lse is None else lse)
 
 

@@ -142,7 +142,8 @@ def _lost_pages(scene: Scene) -> Iterator[Hypothesis]:
     keep["the last page is lost"] = lambda at, r: at // p < (r.seq_len - 1) // p
     keep["the last page is lost where there is another"] = lambda at, r: (at // p < (r.seq_len - 1) // p) | (at < p)
     for text, kept in keep.items():
-        yield Hypothesis("page", text, partial(_times, count=kept))
+        cost = 0.02 if text.startswith("the last page is lost") else 0.0  # it may be lost for being partial
+        yield Hypothesis("page", text, partial(_times, count=kept), cost)
     for j in range(1, min(most - 1, MOST_PAGES)):
         yield Hypothesis("page", f"page {j} is lost", partial(_one_page, page=j, times=0))
     twice: dict[str, Callable[[Array, Row], Array]] = {

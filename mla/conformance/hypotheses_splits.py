@@ -24,8 +24,8 @@ def splits(scene: Scene) -> Iterator[Hypothesis]:
         for text, seen in (("keys", lambda r: r.seq_len), ("visible keys", lambda r: r.visible)):
             zeros = partial(_empty_splits, cut=cut, seen=seen)
             yield Hypothesis("split", f"splits without {text} count as (0, 0) ({cut})", zeros, 0.02)
-            nan = partial(_nan_splits, cut=cut, seen=seen)
-            yield Hypothesis("split", f"splits without {text} make the result NaN ({cut})", nan, 0.02)
+        nan = partial(_nan_splits, cut=cut)
+        yield Hypothesis("split", f"splits without keys make the result NaN ({cut})", nan, 0.02)
     for s in SPLITS:
         rest = partial(_counted, cut=None, count=lambda r, at, s=s: at < r.seq_len // s * s)
         yield Hypothesis("split", f"keys behind {s} equal splits, rounded down, are lost", rest, 0.01)
@@ -111,8 +111,8 @@ def _empty_splits(scene: Scene, row: Row, cut: Cut, seen: Callable[[Row], int]) 
     return zero_keys(row, cut.splits - -(-seen(row) // cut.length(scene, row)))
 
 
-def _nan_splits(scene: Scene, row: Row, cut: Cut, seen: Callable[[Row], int]) -> Answer:
-    empty = cut.splits > -(-seen(row) // cut.length(scene, row))
+def _nan_splits(scene: Scene, row: Row, cut: Cut) -> Answer:
+    empty = cut.splits > -(-row.seq_len // cut.length(scene, row))
     nan = np.nan if empty else 0.0
     return Answer(row.right.out + nan, row.right.lse + nan)
 

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -84,6 +85,7 @@ class Child:
 
         `kind` is "latent" where the tier has an inner kernel.
         """
+        (self.folder / TRACE).write_text("")  # nothing of an earlier process
         ours, theirs = socket.socketpair()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the child sees the modules that we see
         with theirs:
@@ -228,11 +230,12 @@ def serve(folder: str, descriptor: int, load_tier: Callable[[Mapping[str, Any]],
     with open(home / TRACE, "a", encoding="utf-8") as trace:
         faulthandler.enable(trace)
         faulthandler.register(signal.SIGUSR1, trace)
+        threading.Thread(target=_leave_with, args=(os.getppid(), home), daemon=True).start()
         hello = json.loads((home / HELLO).read_text(encoding="utf-8"))
         tier: Tier | None = None
         while line.recv(1):
             trace.truncate(0)
-            faulthandler.dump_traceback_later(hello["longest"], exit=True, file=trace)  # should the parent be gone
+            faulthandler.dump_traceback_later(hello["longest"], exit=True, file=trace)  # a hang that no thread sees
             if tier is None:
                 trial, tier = _loaded(hello, load_tier)
             else:
@@ -241,6 +244,14 @@ def serve(folder: str, descriptor: int, load_tier: Callable[[Mapping[str, Any]],
             faulthandler.cancel_dump_traceback_later()
             line.send(b"!")
     shutil.rmtree(home, ignore_errors=True)  # a parent that was killed has not done it
+
+
+def _leave_with(parent: int, home: Path) -> None:
+    """End this process when its parent is gone, even if the tier hangs."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    shutil.rmtree(home, ignore_errors=True)
+    os._exit(1)
 
 
 def command_of(*words: str) -> list[str]:
@@ -258,6 +269,7 @@ def _loaded(hello: Mapping[str, Any], load_tier: Callable[[Mapping[str, Any]], T
 
 
 def _hand_over(trial: Trial, path: Path) -> None:
-    tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in trial.tensors.items()}
+    kept = trial.tensors if trial.status == "ran" else {}  # a GPU that has failed gives nothing back
+    tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in kept.items()}
     said = {name: getattr(trial, name)[:LONGEST] for name in SAID} | {"seconds": repr(trial.seconds)}
     save_file(tensors, path, said)

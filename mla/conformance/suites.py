@@ -145,7 +145,7 @@ def cover(fields: Mapping[str, Sequence], allowed: Callable[[Mapping], bool], ch
     while left:
         a, x, b, y = next(iter(left))
         chosen = {a: x, b: y}
-        for name in sorted(set(names) - {a, b}, key=lambda n: -len(fields[n])):
+        for name in sorted((n for n in names if n not in (a, b)), key=lambda n: -len(fields[n])):
             values = list(range(len(fields[name])))
             chance.shuffle(values)
             take = lambda v: {n: fields[n][i] for n, i in chosen.items()} | {name: fields[name][v]}  # noqa: B023

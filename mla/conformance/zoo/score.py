@@ -13,7 +13,7 @@ from mla.conformance.cases import NEEDLES, Case, roundings
 from mla.conformance.latent import run_latent_case
 from mla.conformance.runner import Result, run_case
 from mla.conformance.suites import suite
-from mla.conformance.zoo.fault import Fault
+from mla.conformance.zoo.fault import SUITES, Fault
 from mla.errors import bad
 
 LEVELS = ("attend", "latent")
@@ -65,12 +65,14 @@ def score(
     device: str = "cpu",
     diagnosed: bool = False,
 ) -> Iterator[Caught]:
-    """Yield for each fault what the first failing case says, trying the suites in turn until one fails.
+    """Yield for each fault what the first failing case says, trying the suites that can show it until one does.
 
-    Faults that exist as no kernel are passed over at level "latent". Cases with a needle and few roundings come first,
-    and before them those that caught most faults so far. With `diagnosed` the case that caught a fault runs once more,
+    Faults that exist as no kernel are passed over at level "latent". Cases come in `quick_order`, and before them those
+    that caught most faults so far. With `diagnosed` the case that caught a fault runs once more,
     for the guess at its kind. Raises ValueError for an unknown level or suite.
     """
+    if not set(suites) <= set(SUITES):
+        raise bad("suites", expected=f"some of {', '.join(SUITES)}", got=repr(suites), fix="('smoke', 'full')")
     if level not in LEVELS:
         raise bad("level", expected=f"one of {', '.join(LEVELS)}", got=repr(level), fix="'attend' for whole tiers")
     made: dict[str, list[Case]] = {}
@@ -78,12 +80,13 @@ def score(
     for fault in faults:
         if level == "latent" and fault.edit is None:
             continue
-        if fault.suite == "large" and "large" not in suites:
+        able = [name for name in suites if SUITES.index(name) >= SUITES.index(fault.suite)]
+        if not able:
             yield Caught(fault, level, None, "", 0, 0.0, only_large=True)
             continue
         start, tried, found, where = time.perf_counter(), 0, None, ""
-        for name in suites:
-            cases = made.setdefault(name, sorted(suite(name), key=_needle_and_small))
+        for name in able:
+            cases = made.get(name) or made.setdefault(name, quick_order(suite(name)))
             for case in sorted(cases, key=lambda case: -catches[case.id]):
                 tried += 1
                 result = run_fault(fault, case, level=level, device=device)
@@ -120,6 +123,38 @@ def summary_of(caught: Iterable[Caught]) -> dict[str, Any]:
         "only_large": [c.fault.name for c in rows if c.only_large],
         "cases": sum(c.tried for c in rows),
         "seconds": sum(c.seconds for c in rows),
+    }
+
+
+def quick_order(cases: Iterable[Case]) -> list[Case]:
+    """Return cases in an order that finds faults soon: first those that show most of what the others did not show.
+
+    Among equals, and behind them, cases with a needle and few roundings come first.
+    """
+    left = sorted(cases, key=_needle_and_small)
+    first: list[Case] = []
+    seen: set[tuple[str, object]] = set()
+    while left:
+        case = max(left, key=lambda case: len(_traits(case) - seen))
+        if _traits(case) <= seen:
+            break
+        first.append(case)
+        seen |= _traits(case)
+        left.remove(case)
+    return first + left
+
+
+def _traits(case: Case) -> set[tuple[str, object]]:
+    batch, visible = case.batch, case.batch.visible()
+    names = ("dtype", "family", "slots", "page_size", "lse", "cache", "plan")
+    return {(name, getattr(case, name)) for name in names} | {
+        ("dims", case.dims.name),
+        ("mask", batch.mask),
+        ("padded", batch.pad_tokens > 0),
+        ("rows without keys", 0 in visible),
+        ("rows that are not written", bool(batch.unwritten)),
+        ("as many tokens as heads", batch.num_tokens == case.dims.N),
+        ("repeated", case.repeats > 0),
     }
 
 
