@@ -108,6 +108,7 @@ def check(
     junit: Annotated[str | None, options.JUNIT] = None,
     baseline: Annotated[str | None, options.BASELINE] = None,
     watch: Annotated[bool, options.WATCH] = False,
+    pin: Annotated[list[str] | None, options.PIN] = None,
 ) -> Outcome:
     """Run the conformance cases on tiers: error/budget, the memory around the result, and what a failure looks like.
 
@@ -117,7 +118,7 @@ def check(
 
     asked = options.Asked(
         tuple(tiers or ()), suite, tuple(case or ()), seed, level, lse, faults, isolate, timeout, stop, every, junit,
-        baseline, watch,
+        baseline, watch, tuple(pin or ()),
     )  # fmt: skip
     return run_check(run, asked, tier_of)
 

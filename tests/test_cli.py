@@ -22,7 +22,7 @@ from mla.cli import app
 from mla.commands.check_record import compare_records
 from mla.commands.output import Finding, Grid, progress, show
 from mla.commands.report import compare_blocks, ratio
-from mla.conformance import zoo
+from mla.conformance import Case, spec, zoo
 from mla.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
@@ -370,8 +370,8 @@ def test_check_accepts_the_paged_tier(few_cases, tmp_path):
     assert re.search(r"^randn +1 +1 +0 +0 +0\.\d{3} +0\.\d{3}$", out, re.MULTILINE)
     assert few_cases[0].id not in out
     assert few_cases[0].id in mla_run("check", "--all")[1]
+    assert {"torch", "cpu", "device", "commit"} <= set(record["environment"])
     for result in record["results"]:
-        assert result["environment"] == record["environment"]
         assert (result["seed"], result["diagnosis"], result["kind"]) == (0, None, "")
 
 
@@ -478,15 +478,32 @@ def test_check_compares_with_an_earlier_run(few_cases, tmp_path, tier_file):
 
 
 def test_a_baseline_tells_which_errors_more_than_doubled():
-    result = {"tier": "t", "status": "ok", "used_lse": 0.0, "environment": {"torch": "1"}}
+    result = {"tier": "t", "status": "ok", "used_lse": 0.0}
     runs = [
-        [{**result, "name": n, "used_out": u, "used": u} for n, u in zip("abc", used, strict=True)]
-        for used in ((0.1, 0.1, 0.5), (0.19, 0.21, 0.2))
+        {
+            "environment": {"torch": torch, "cpu": "same"},
+            "results": [{**result, "name": n, "used_out": u} for n, u in zip("abc", used, strict=True)],
+        }
+        for torch, used in (("1", (0.1, 0.1, 0.5)), ("2", (0.19, 0.21, 0.2)))
     ]
-    runs[1][0]["environment"] = {"torch": "2"}
     changes = compare_records("x", *runs)
     assert changes["changed"] == {"t b": {"before": 0.1, "now": 0.21}, "t c": {"before": 0.5, "now": 0.2}}
     assert changes["environment"] == {"torch": ["1", "2"]}
+
+
+def test_check_pins_fields_for_kernels_of_one_size(monkeypatch, tmp_path):
+    cases = [Case(spec("small_decode"), dtype=d, page_size=p) for d in ("bf16", "f32") for p in (1, 16, 64)]
+    cases.append(Case(spec("small_prefill"), dtype="f16", layout="rows_f32", slots="shared", page_size=8))
+    monkeypatch.setattr(conformance, "suite", lambda name: cases)
+    pins = ("--pin", "dtype=f32", "--pin", "page_size=64", "--pin", "dims=toy_n12")
+    code, record, _ = record_of(tmp_path, "check", *pins)
+    assert (code, record["pins"]) == (0, list(pins[1::2]))
+    assert [r["case"] for r in record["results"]] == [  # six decode cases became one; no page is shared at 64 rows
+        "toy_n12-small_decode-f32-rows_f32-randn-shuffled-p64-s0",
+        "toy_n12-small_prefill-f32-rows_f32-randn-shuffled-p64-s0",
+    ]
+    for wrong in ("dims=v4", "page_size=0", "colour=red", "dtype"):
+        assert "error: --pin" in sentence_of("check", "--pin", wrong)
 
 
 def test_check_watches_a_file_until_it_is_interrupted(few_cases, tier_file, monkeypatch):

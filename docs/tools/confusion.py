@@ -93,7 +93,8 @@ def page(run: dict[str, Any]) -> str:
         f"smoke suite with seeds that no suite uses ({seeds}); the first {failures} cases that fail are diagnosed and",
         "their guesses combined. Counted is how often the first guess is the fault's own kind. A fault is held out",
         "where the CRC-32 of its name is divisible by 3: its diagnoses were not looked at while the rules were",
-        "written.",
+        "written. At the first look 87 of 107 held-out guesses were right (81 %); after it four rules changed, each",
+        "for a fault that is not held out: how ties are broken, NaN of splits, and the costs of two hypotheses.",
         "",
     ]
     rows = []

@@ -30,6 +30,7 @@ from mla.commands.environment import environment
 from mla.conformance.cases import DIMS, Case
 from mla.conformance.specs import spec
 from mla.conformance.zoo import FAULTS
+from mla.conformance.zoo.fault import SUITES
 from mla.conformance.zoo.score import score
 from mla.state import AttentionState
 
@@ -143,8 +144,9 @@ def measure(seeds: int) -> dict[str, Any]:
                 found = verdicts(answer(fault.tier(), s), s, plain)
                 for rule, row in told[which][fault.name].items():
                     row[:] = [n + (fair[rule][i] and not found[rule][i]) for i, n in enumerate(row)]
-    looked = progress("the suite", [FAULTS[name] for name in FAULTS])
-    caught = {c.fault.name: c.result and c.result.case.id for c in score(looked, suites=("smoke", "full", "large"))}
+    looked = [(name, [f for f in FAULTS.values() if f.suite == name]) for name in SUITES]
+    looks = [c for name, some in looked for c in score(progress(f"faults of {name}", some), suites=(name,))]
+    caught = {c.fault.name: c.result and c.result.case.id for c in looks}
     where = {"command": f"python docs/tools/rules_table.py --seeds {seeds}", "environment": environment()}
     sizes = {which: len(cases_of(which, 0)) for which in SETS}
     seconds = round(time.process_time() - start, 1)

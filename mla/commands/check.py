@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mla import conformance
-from mla.commands.check_record import check_record, compare_records, read_results, write_junit
+from mla.commands.check_record import check_record, compare_records, read_record, write_junit
 from mla.commands.check_report import check_blocks, fault_blocks
 from mla.commands.environment import environment
 from mla.commands.flags import Outcome, Run, take_threads
@@ -22,6 +22,7 @@ from mla.commands.resolve import device_of
 from mla.conformance import Case, Result
 from mla.conformance.isolate import Child, check_isolated, command_of, serve, tried
 from mla.conformance.latent import run_latent_case
+from mla.conformance.pins import parse_pins, pinned
 from mla.conformance.runner import inputs_of
 from mla.conformance.trial import Trial
 from mla.errors import bad
@@ -48,11 +49,11 @@ def run_check(run: Run, asked: Asked, tier_of: TierOf) -> Outcome:
     if asked.watch:
         watch(run, asked, tier_of)
     check_target(asked.junit, "--junit")
-    earlier = None if asked.baseline is None else read_results(asked.baseline)
+    earlier = None if asked.baseline is None else read_record(asked.baseline)
     record = checked(run, asked, tier_of)
     code = EXIT[record["verdict"]]
     if earlier is not None:
-        record["baseline"] = compare_records(str(asked.baseline), earlier, record["results"])
+        record["baseline"] = compare_records(str(asked.baseline), earlier, record)
         code = 1 if record["baseline"]["new_failures"] else 2 if record["baseline"]["lost"] else 0
     if asked.junit is not None:
         write_junit(record, asked.junit)
@@ -129,7 +130,7 @@ def jobs_of(asked: Asked, has_kernel: bool) -> list[tuple[str, list[Case]]]:
     level = asked.level or ("both" if has_kernel and not asked.cases else "attend")
     levels = ("attend", "latent") if level == "both" else (level,)
     if not asked.cases:
-        cases = [change(case) for case in conformance.suite(asked.suite)]
+        cases = pinned(map(change, conformance.suite(asked.suite)), parse_pins(asked.pins))
         return [(level, cases) for level in levels]
     jobs = []
     for name in asked.cases:

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from mla.commands.options import Asked
 from mla.conformance import Result, summary
+from mla.conformance.diagnosis import combine
 from mla.errors import bad
 
 Record = dict[str, Any]
@@ -26,8 +28,8 @@ def check_record(
 ) -> Record:
     """Describe a conformance run: a summary for each tier by its name, and a record for each case.
 
-    `by_tier` has the word that named the tier, its results and its notes; `where` is the environment, which each case's
-    record holds; `again` gives the command that runs one case again.
+    `by_tier` has the word that named the tier, its results and its notes; `where` is the environment, one for all
+    cases; `again` gives the command that runs one case again.
     """
     tiers = [_tier_record(name, *found) for name, found in by_tier.items()]
     results = [
@@ -36,7 +38,6 @@ def check_record(
             **result.record(),
             "seed": result.case.seed,
             "again": again(spec, result.name),
-            "environment": where,
         }
         for spec, found, _ in by_tier.values()
         for result in found
@@ -44,7 +45,9 @@ def check_record(
     verdicts = {tier["verdict"] for tier in tiers}
     verdict = next(v for v in VERDICTS if v in verdicts)
     suite = asked.suite if not asked.cases else "named cases"
-    return {"suite": suite, "seed": asked.seed, "verdict": verdict, "tiers": tiers, "results": results}
+    pins = {"pins": list(asked.pins)} if asked.pins else {}
+    about = {"suite": suite, **pins, "seed": asked.seed, "verdict": verdict, "environment": where}
+    return {**about, "tiers": tiers, "results": results}
 
 
 def _tier_record(name: str, spec: str, results: Sequence[Result], notes: Sequence[str]) -> Record:
@@ -68,34 +71,35 @@ def _tier_record(name: str, spec: str, results: Sequence[Result], notes: Sequenc
         "levels": levels,
         "notes": list(notes),
         **summary(results),
+        "guesses": [asdict(g) for g in combine(r.diagnosis for r in results if r.diagnosis)],
         "families": families,
     }
 
 
-def read_results(path: str) -> list[Record]:
-    """Return the case records of an earlier `mla check --json`; raises ValueError where the file holds none."""
+def read_record(path: str) -> Record:
+    """Return the record that an earlier `mla check --json` wrote; raises ValueError where the file holds none."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-        return [
-            {**r, "used": max(float(r["used_out"]), float(r["used_lse"])), "status": r["status"]}
-            for r in record["results"]
-        ]
+        for r in record["results"]:
+            r |= {name: float(r[name]) for name in ("used_out", "used_lse")}  # inf was written as text
+            r |= {name: r[name] for name in ("tier", "name", "status")}
+        return {**record, "environment": dict(record["environment"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         got, fix = f"{path} ({type(error).__name__}: {error})", "make one with mla check --json FILE"
         raise bad("--baseline", expected="a record written by mla check --json", got=got, fix=fix) from error
 
 
-def compare_records(path: str, earlier: Sequence[Mapping], now: Sequence[Mapping]) -> Record:
-    """Say what changed since an earlier run: cases by "TIER CASE".
+def compare_records(path: str, earlier: Mapping, now: Mapping) -> Record:
+    """Say what changed since the record of an earlier run: cases by "TIER CASE".
 
     new_failures fail now and did not before, fixed ones are the reverse; lost ones were right and did not run now;
     changed ones are right in both and use more than twice, or less than half, of the budget share they used; gone and
     new cases are in one run only.
     """
-    before, after = ({f"{r['tier']} {r['name']}": r for r in records} for records in (earlier, now))
+    before, after = ({f"{r['tier']} {r['name']}": r for r in record["results"]} for record in (earlier, now))
     both = [name for name in after if name in before]
     right = [n for n in both if before[n]["status"] == after[n]["status"] == "ok"]
-    used = {n: (before[n]["used"], max(after[n]["used_out"], after[n]["used_lse"])) for n in right}
+    used = {n: tuple(max(r[n]["used_out"], r[n]["used_lse"]) for r in (before, after)) for n in right}
     passed = lambda r: r["status"] == "ok"
     failed = lambda r: r["status"] not in ("ok", *PASSED_OVER)
     return {
@@ -111,9 +115,9 @@ def compare_records(path: str, earlier: Sequence[Mapping], now: Sequence[Mapping
     }
 
 
-def _differences(earlier: Sequence[Mapping], now: Sequence[Mapping]) -> dict[str, Any]:
+def _differences(earlier: Mapping, now: Mapping) -> dict[str, Any]:
     """What of the environment is another than it was, as [then, now]."""
-    a, b = (records[0].get("environment", {}) if records else {} for records in (earlier, now))
+    a, b = earlier["environment"], now["environment"]
     return {name: [a.get(name), b.get(name)] for name in sorted({*a, *b}) if a.get(name) != b.get(name)}
 
 
@@ -129,7 +133,7 @@ def write_junit(record: Record, path: str) -> None:
         for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             suite.set(name, str(kinds.count(kind)))
         about = ElementTree.SubElement(suite, "properties")
-        for name, value in (mine[0]["environment"] if mine else {}).items():
+        for name, value in record["environment"].items():
             ElementTree.SubElement(about, "property", name=name, value=_clean(str(value)))
         for result, kind in zip(mine, kinds, strict=True):
             seconds = result["seconds"] if math.isfinite(result["seconds"]) else 0.0

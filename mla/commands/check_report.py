@@ -1,5 +1,6 @@
 """How a conformance run reads: verdict, families of inputs, failures with what they look like, what changed."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
@@ -14,6 +15,7 @@ BUDGET_LINE = "error/budget: the worst of the family, right is at most 1."
 FAULT_LINE = "caught by: the first case that fails, of those tried in the order smoke, full; guess: of its diagnosis."
 LONGEST = 400  # characters of a sentence; the record has all
 LISTED = 8  # names of cases in one line
+REASONS = 12  # of refusals
 
 
 def check_blocks(record: Record, shown: int | None = None) -> list[Block]:
@@ -39,8 +41,8 @@ def _head(tier: Record, record: Record) -> dict[str, str]:
     found = {s: tier[s] for s in ("ok", *_wrong(tier), "refused", "not_run")}
     verdict = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in found.items() if n or s == "ok")
     head = {"tier": named, "suite": ", ".join(parts), "verdict": f"{tier['verdict']}: {verdict}"}
-    if tier["kinds"]:
-        head["looks like"] = ", ".join(f"{kind} in {count(n, 'case')}" for kind, n in tier["kinds"].items())
+    if tier["guesses"]:
+        head["looks like"] = guesses_of(tier["guesses"])
     return head | {f"note{'' if i == 0 else ' ' * i}": note for i, note in enumerate(tier["notes"])}
 
 
@@ -110,9 +112,14 @@ def _fields(result: Record) -> dict[str, str]:
         if d[name]:
             fields[name] = _place(d[name])
     fields["values"] = f"{d['metric']} {d['got']:.6g}, of the oracle {d['expected']:.6g}"
-    guesses = [f"{g['kind']} {g['score']:.2f} ({g['because']})" for g in d["guesses"][:3] if g["score"] >= 0.05]
-    fields["looks like"] = "; ".join(guesses) or "nothing that was tried"
+    fields["looks like"] = guesses_of(d["guesses"])
     return fields
+
+
+def guesses_of(guesses: Sequence[Record]) -> str:
+    """Write the best guesses with their scores and reasons."""
+    shown = [f"{g['kind']} {g['score']:.2f} ({g['because']})" for g in guesses[:3] if g["score"] >= 0.05]
+    return "; ".join(shown) or "nothing that was tried"
 
 
 def _place(place: Record) -> str:
@@ -122,8 +129,21 @@ def _place(place: Record) -> str:
 
 
 def _passed_over(results: Sequence[Record]) -> list[Block]:
-    said = Counter((r["status"], r["detail"]) for r in results if r["status"] in ("refused", "not_run"))
-    return [f"{count(n, 'case')} {status.replace('_', ' ')}: {reason}" for (status, reason), n in said.items()]
+    """What was refused or not run, reason by reason: a case may have several."""
+    blocks: list[Block] = []
+    for status in ("refused", "not_run"):
+        mine = [r for r in results if r["status"] == status]
+        said = Counter(
+            sentence for r in mine for sentence in set(re.split(r"(?<=\.) (?=\S)", r["detail"]))
+        ).most_common()
+        lines = [f"{count(n, 'case')}: {sentence}" for sentence, n in said[:REASONS]]
+        lines += [f"and {count(len(said) - REASONS, 'other reason')}"] if len(said) > REASONS else []
+        what = f"{count(len(mine), 'case')} {status.replace('_', ' ')}"
+        if len({r["detail"] for r in mine}) == 1:
+            blocks.append(f"{what}: {mine[0]['detail']}")
+        elif mine:
+            blocks.append("\n".join([f"{what}; a case may have several reasons:", *lines]))
+    return blocks
 
 
 def _changes(changes: Record) -> list[Block]:

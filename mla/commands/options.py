@@ -28,6 +28,7 @@ class Asked:
     junit: str | None = None
     baseline: str | None = None
     watch: bool = False
+    pins: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise ValueError for options that make no sense, alone or together."""
@@ -36,7 +37,7 @@ class Asked:
         if self.faults and self.given("tiers"):
             got = f"--faults and {', '.join(self.tiers)}"
             raise bad("tier", expected="none beside --faults, which checks the suite", got=got, fix="drop one of them")
-        unused = self.given("junit", "baseline", "watch", "cases") if self.faults else ()
+        unused = self.given("junit", "baseline", "watch", "cases", "pins") if self.faults else ()
         unused = unused or (self.given("junit", "baseline") if self.watch else ())
         if unused:
             with_ = "--faults" if self.faults else "--watch"
@@ -69,6 +70,10 @@ ALL = typer.Option("--all", help="Print every case and diagnose every failure.")
 JUNIT = typer.Option(metavar="FILE", help="Write the results as JUnit XML.")
 BASELINE = typer.Option(metavar="FILE", help="Compare with an earlier --json; only new failures give exit code 1.")
 WATCH = typer.Option("--watch", help="Run again when a file changes, until Ctrl-C.")
+
+PIN = typer.Option(
+    metavar="NAME=VALUE", help="Every case with this dims, dtype, page_size, ...: for kernels of one. May be repeated."
+)
 
 AOT_FILE = typer.Argument(metavar="FILE", help="A Python file that says in `aot` what to compile.")
 TARGET = typer.Option(metavar="TARGET", help="Compile for this target only. May be repeated. [all]")

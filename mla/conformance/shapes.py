@@ -60,7 +60,7 @@ class Shape:
         )
 
     def share(self, rows: Tensor) -> float:
-        """Share of the live rows among `rows` that are wrong."""
+        """Share of the live rows among `rows` (n,) that are wrong."""
         rows = rows & ~self.empty
         return float((self.wrong & rows).sum() / rows.sum()) if bool(rows.any()) else 0.0
 
