@@ -153,7 +153,8 @@ def write_junit(record: Record, path: str) -> None:
 def sentence_of(result: Mapping) -> str:
     """Return what a case's record says is wrong: the diagnosis, and what was found beside it."""
     diagnosis = result["diagnosis"]
-    parts = (diagnosis["sentence"] if diagnosis else "", result["detail"])
+    said, detail = diagnosis["sentence"] if diagnosis else "", result["detail"]
+    parts = (said,) if detail in said else (said, detail)
     return "; ".join(part for part in parts if part) or result["status"]
 
 

@@ -103,7 +103,7 @@ def _group(result: Record) -> str:
 def _fields(result: Record) -> dict[str, str]:
     d = result["diagnosis"]
     fields = {"case": result["name"]} | ({"at": result["at"]} if result["at"] else {})
-    if result["where"] is None and d is None:
+    if result["where"] is None:
         return fields
     fields["error/budget"] = f"out {ratio(result['used_out'])}, LSE {ratio(result['used_lse'])}"
     if d is None:

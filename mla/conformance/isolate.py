@@ -202,7 +202,7 @@ def check_isolated(
         work = partial(truth, case, device) if level == "attend" else nothing
         trial = child.ask(level, case, inputs_of(case, device), device, work)
         result = (judge if level == "attend" else judge_latent)(case, trial, device, left > 0)
-        left -= result.diagnosis is not None
+        left -= result.diagnosis is not None and result.where is not None
         lost = lost + 1 if result.status in ("crashed", "timed_out") else 0
         yield result
 

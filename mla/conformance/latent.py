@@ -30,7 +30,7 @@ from mla.conformance.guards import (
 )
 from mla.conformance.inputs import Inputs
 from mla.conformance.large import care_of, no_room
-from mla.conformance.runner import PASSED_OVER, STATUSES, Result, inputs_of, truth, weigh
+from mla.conformance.runner import PASSED_OVER, STATUSES, Result, explained, inputs_of, truth, weigh
 from mla.conformance.trial import Trial, alive, line_of
 from mla.need import Need, normal_device
 from mla.projections import absorb_query, project_values
@@ -107,17 +107,13 @@ def judge_latent(case: Case, trial: Trial, device: str, diagnosed: bool = True) 
         result = dataclasses.replace(
             result, status=wrong.status, used_out=math.inf, used_lse=math.inf, detail=wrong.detail, kind=wrong.kind
         )
-        return _explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind)) if diagnosed else result
+        return explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind)) if diagnosed else result
     result, i = weigh(result, states, *latent_truth(case, device))
     if i is None or not diagnosed:
         return result
     if i > 0:  # right at first, and then what was kept from the first run
-        return _explained(result, diagnose_status(result.status, result.detail, "memory"))
-    return _explained(result, _diagnosis(case, states[i], device))
-
-
-def _explained(result: Result, found: Diagnosis | None) -> Result:
-    return result if found is None else dataclasses.replace(result, kind=found.kind, diagnosis=found)
+        return explained(result, diagnose_status(result.status, result.detail, "memory"))
+    return explained(result, _diagnosis(case, states[i], device))
 
 
 def _diagnosis(case: Case, state: AttentionState, device: str) -> Diagnosis | None:

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mla.accuracy import Comparison, Reference, compare, reference
 from mla.conformance.cases import Case, sample_rows
+from mla.conformance.diagnosis import Diagnosis, diagnose, diagnose_status
 from mla.conformance.guards import Wrong, check_cache, check_form, check_guards, check_same
 from mla.conformance.inputs import Inputs
 from mla.conformance.large import care_of, far_check, no_room
@@ -25,9 +26,6 @@ from mla.need import normal_device
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
 from mla.tier import Tier
-
-if TYPE_CHECKING:
-    from mla.conformance.diagnosis import Diagnosis
 
 STATUSES = (
     *("ok", "refused", "not_run"),
@@ -74,7 +72,7 @@ class Result:
     level: str = "attend"
     kind: str = ""
     at: str = ""
-    diagnosis: "Diagnosis | None" = None
+    diagnosis: Diagnosis | None = None
 
     @property
     def name(self) -> str:
@@ -125,7 +123,7 @@ def check(
     left = most_diagnosed
     for case in cases:
         result = run_case(tier, case, device=device, diagnosed=left > 0)
-        left -= result.diagnosis is not None
+        left -= result.diagnosis is not None and result.where is not None
         yield result
 
 
@@ -154,16 +152,21 @@ def judge(case: Case, trial: Trial, device: str, diagnosed: bool = True) -> Resu
     try:
         states = examined(case, trial, device)
     except Wrong as wrong:
-        return dataclasses.replace(
+        result = dataclasses.replace(
             result, status=wrong.status, used_out=math.inf, used_lse=math.inf, detail=wrong.detail, kind=wrong.kind
         )
+        return explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind)) if diagnosed else result
     made, heads = truth(case, device)
     result, i = weigh(result, states, made, heads)
     if i is None or not diagnosed:
         return result
-    from mla.conformance.diagnosis import diagnose
+    if i:  # the numbers of another question explain nothing: something of the first call was kept
+        return explained(result, diagnose_status(result.status, result.detail, "memory"))
+    return explained(result, diagnose(case, states[i], made, heads, inputs_of(case, device)))
 
-    found = diagnose(case, states[i], made, heads, inputs_of(case, device))
+
+def explained(result: Result, found: Diagnosis | None) -> Result:
+    """Return a result with its diagnosis and the kind of fault that comes first there."""
     return dataclasses.replace(result, kind="" if found is None else found.kind, diagnosis=found)
 
 

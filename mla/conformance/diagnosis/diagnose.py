@@ -16,10 +16,10 @@ import numpy as np
 
 from mla.accuracy import Reference
 from mla.conformance.cases import Case
+from mla.conformance.diagnosis.ranking import Guess, rank, touched
+from mla.conformance.diagnosis.scene import Array, make_scene
+from mla.conformance.diagnosis.shapes import Shape, make_shape
 from mla.conformance.inputs import Inputs
-from mla.conformance.ranking import Guess, rank, touched
-from mla.conformance.scene import Array, make_scene
-from mla.conformance.shapes import Shape, make_shape
 from mla.state import AttentionState
 
 KIND_NAMES = {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mla.config import yarn_mscale
-from mla.conformance.scene import Answer, Array, Hypothesis, Row, Scene, attend, up
+from mla.conformance.diagnosis.scene import Answer, Array, Hypothesis, Row, Scene, attend, up
 
 LOG2E = math.log2(math.e)
 BASE = 1e4

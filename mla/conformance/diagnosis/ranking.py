@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mla.conformance.hypotheses import precisions, ropes, scales
-from mla.conformance.hypotheses_keys import batches, masks, tails
-from mla.conformance.hypotheses_merge import merges
-from mla.conformance.hypotheses_out import heads, lses, values
-from mla.conformance.hypotheses_pages import pages
-from mla.conformance.hypotheses_splits import empties, splits
-from mla.conformance.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, attend
-from mla.conformance.shapes import Shape, clues
+from mla.conformance.diagnosis.keys import batches, masks, tails
+from mla.conformance.diagnosis.merge import merges
+from mla.conformance.diagnosis.scores import precisions, ropes, scales
+from mla.conformance.diagnosis.out import heads, lses, values
+from mla.conformance.diagnosis.pages import pages
+from mla.conformance.diagnosis.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, attend
+from mla.conformance.diagnosis.shapes import Shape, clues
+from mla.conformance.diagnosis.splits import empties, splits
 
 FAMILIES = (scales, ropes, masks, tails, pages, batches, splits, merges, empties, lses, values, heads, precisions)
 ENOUGH = 2.0  # a prediction within twice the budget explains a number

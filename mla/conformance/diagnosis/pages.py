@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from mla.conformance.scene import Answer, Array, Hypothesis, Row, Scene, attend
+from mla.conformance.diagnosis.scene import Answer, Array, Hypothesis, Row, Scene, attend
 
 TILES = (8, 16, 24, 32, 48, 64, 96, 128, 256)
 PAGE_SIZES = (1, 8, 16, 32, 64, 128)

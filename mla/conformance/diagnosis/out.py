@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from mla.conformance.hypotheses_merge import SPLITS, Cut, Parts, cut_row
-from mla.conformance.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, logsumexp, up
+from mla.conformance.diagnosis.merge import SPLITS, Cut, Parts, cut_row
+from mla.conformance.diagnosis.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, logsumexp, up
 
 LN2 = 0.6931471805599453
 

@@ -11,8 +11,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from mla.conformance.hypotheses_pages import TILES
-from mla.conformance.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, logsumexp
+from mla.conformance.diagnosis.pages import TILES
+from mla.conformance.diagnosis.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, logsumexp
 
 SPLITS = (2, 3, 4, 5, 6, 8, 16)
 LN2 = 0.6931471805599453

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mla.conformance.hypotheses_merge import SPLITS, Cut
-from mla.conformance.hypotheses_pages import TILES
-from mla.conformance.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, attend
+from mla.conformance.diagnosis.merge import SPLITS, Cut
+from mla.conformance.diagnosis.pages import TILES
+from mla.conformance.diagnosis.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, attend
 
 
 def splits(scene: Scene) -> Iterator[Hypothesis]:

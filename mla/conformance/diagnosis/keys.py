@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from mla.conformance.hypotheses_pages import TILES, at_slots
-from mla.conformance.scene import Answer, Array, Hypothesis, Row, Scene, attend
+from mla.conformance.diagnosis.pages import TILES, at_slots
+from mla.conformance.diagnosis.scene import Answer, Array, Hypothesis, Row, Scene, attend
 
 Bound = Callable[[Scene, Row], int]
 MOST_REQUESTS = 6
