@@ -205,7 +205,7 @@ def run_faults(run: Run, asked: Asked) -> Outcome:
     found, faults = [], list(FAULTS.values())
     with progress("check --faults", "faults") as tick:
         for level in levels:
-            for caught in score(faults, suites=suites, level=level, device=device_of(run.settings)):
+            for caught in score(faults, suites=suites, level=level, device=device_of(run.settings), diagnosed=True):
                 found.append(caught)
                 tick(len(found), len(faults) * len(levels))
     total = summary_of(found)

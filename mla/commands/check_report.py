@@ -169,9 +169,10 @@ def _names(names: Sequence[str]) -> str:
 def fault_blocks(record: Record) -> list[Block]:
     """Lay out the score of the suite: how many planted faults it caught, and which case caught what."""
     missed = f"missed: {', '.join(record['missed'])}" if record["missed"] else "none missed"
-    later = record["only_large"]
+    later, planted = sorted(set(record["only_large"])), len({r["fault"] for r in record["results"]})
+    levels = sorted({r["level"] for r in record["results"]})
     head = {
-        "planted": count(record["faults"], "fault"),
+        "planted": f"{count(planted, 'fault')}, {record['faults']} with levels {' and '.join(levels)}",
         "score": f"{record['caught']} of {record['counted']} caught, {missed}, {record['seconds']:.1f} s",
     } | ({"only large": f"{', '.join(later)}: only the suite large can show them, which was not run"} if later else {})
     titles = ("fault", "kind", "level", "status", "guess", "tried", "seconds", "caught by")

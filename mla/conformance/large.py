@@ -35,7 +35,7 @@ SMALL = 1 << 30
 
 @dataclass(frozen=True)
 class Care:
-    """How a case's memory is handled: make the inputs, fill a tier's cache, copy what must stay as it is."""
+    """How a case's memory is handled: make the inputs, fill a tier's cache, copy what must stay, (n, page, width)."""
 
     inputs: Callable[[Case, str], Inputs]
     fill: Callable[[Tier, Case, Inputs, str], PagedLatentCache]
