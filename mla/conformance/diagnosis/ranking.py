@@ -12,10 +12,10 @@ import numpy as np
 
 from mla.conformance.diagnosis.keys import batches, masks, tails
 from mla.conformance.diagnosis.merge import merges
-from mla.conformance.diagnosis.scores import precisions, ropes, scales
 from mla.conformance.diagnosis.out import heads, lses, values
 from mla.conformance.diagnosis.pages import pages
 from mla.conformance.diagnosis.scene import NEG_INF, Answer, Array, Hypothesis, Row, Scene, attend
+from mla.conformance.diagnosis.scores import precisions, ropes, scales
 from mla.conformance.diagnosis.shapes import Shape, clues
 from mla.conformance.diagnosis.splits import empties, splits
 
