@@ -25,9 +25,10 @@ def attend(q: Query, cache: PagedLatentCache, batch: AttentionBatch, up: UpProje
         pages = batch.block_table[b, at // batch.page_size].long()
         kv_c, k_pe = (x.to(wide) for x in cache.layout.read(cache.data[pages, at % batch.page_size]))  # (S, L), (S, R)
         scores = query[rows] @ torch.cat([kv_c, k_pe], dim=-1).T  # (rows, N, S)
-        scores.masked_fill_(at >= batch.row_kv_lens[rows, None, None], float("-inf"))
-        lse[rows] = torch.logsumexp(scores, dim=-1)
-        weights = scores.sub_(lse[rows].clamp(min=-1e30)[..., None]).exp_()  # 0, not NaN, without keys
+        scores = scores.masked_fill(at >= batch.row_kv_lens[rows, None, None], float("-inf"))
+        found = torch.logsumexp(scores, dim=-1)  # (rows, N)
+        weights = torch.exp(scores - found.clamp(min=-1e30)[..., None])  # 0, not NaN, without keys
+        lse[rows] = found
         out[rows] = torch.einsum("tnl,lnv->tnv", weights @ kv_c, up.W_UV.to(wide))
     return AttentionState(out, lse)
 

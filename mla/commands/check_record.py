@@ -153,8 +153,7 @@ def write_junit(record: Record, path: str) -> None:
 def sentence_of(result: Mapping) -> str:
     """Return what a case's record says is wrong: the diagnosis, and what was found beside it."""
     diagnosis = result["diagnosis"]
-    said, detail = diagnosis["sentence"] if diagnosis else "", result["detail"]
-    parts = (said,) if detail in said else (said, detail)
+    parts = (diagnosis["sentence"] if diagnosis and diagnosis["worst"] else "", result["detail"])
     return "; ".join(part for part in parts if part) or result["status"]
 
 
