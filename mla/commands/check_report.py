@@ -92,7 +92,7 @@ def _failures(results: Sequence[Record], shown: int | None) -> Iterator[Block]:
                 f"{number}. {_group(r)}: {shorten(sentence_of(r), LONGEST, placeholder=' ...')}", _fields(r), r["again"]
             )
     if rest:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(map(_group, rest)).most_common())
+        kinds = "; ".join(f"{n} {kind}" for kind, n in Counter(map(_group, rest)).most_common())
         yield f"{count(len(rest), 'more failure')}: {kinds}. --all prints them."
 
 
@@ -172,7 +172,7 @@ def fault_blocks(record: Record) -> list[Block]:
     later, planted = sorted(set(record["only_large"])), len({r["fault"] for r in record["results"]})
     levels = sorted({r["level"] for r in record["results"]})
     head = {
-        "planted": f"{count(planted, 'fault')}, {record['faults']} with levels {' and '.join(levels)}",
+        "planted": f"{count(planted, 'fault')}, level {' and '.join(levels)}",
         "score": f"{record['caught']} of {record['counted']} caught, {missed}, {record['seconds']:.1f} s",
     } | ({"only large": f"{', '.join(later)}: only the suite large can show them, which was not run"} if later else {})
     titles = ("fault", "kind", "level", "status", "guess", "tried", "seconds", "caught by")

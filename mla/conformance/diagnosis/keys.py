@@ -104,7 +104,8 @@ def tails(scene: Scene) -> Iterator[Hypothesis]:
             yield Hypothesis("tail", f"the last tile ({tile}) is read to its end, past the {who}'s keys", past, 0.02)
     for more in (1, 2):
         past = partial(_past_end, bound=partial(_beyond, more=more), end=partial(_end, whole=True))
-        yield Hypothesis("tail", f"{more} keys past the end of the request are read", past)
+        what = "1 key past the end of the request is" if more == 1 else f"{more} keys past the end of the request are"
+        yield Hypothesis("tail", f"{what} read", past)
     yield Hypothesis("tail", "the last key is read twice", _repeat_last)
     yield Hypothesis("tail", "one key of score 0 is counted past the end", _one_zero)
 
