@@ -93,8 +93,8 @@ def page(run: dict[str, Any]) -> str:
         f"smoke suite with seeds that no suite uses ({seeds}); the first {failures} cases that fail are diagnosed and",
         "their guesses combined. Counted is how often the first guess is the fault's own kind. A fault is held out",
         "where the CRC-32 of its name is divisible by 3: its diagnoses were not looked at while the rules were",
-        "written. At the first look 87 of 107 held-out guesses were right (81 %); after it four rules changed, each",
-        "for a fault that is not held out: how ties are broken, NaN of splits, and the costs of two hypotheses.",
+        "written. On seeds 101 and 102 they were counted three times while rules still changed (87 of 107 right, then",
+        "85); seeds 201 and 202 were first run when the rules were final.",
         "",
     ]
     rows = []
@@ -121,7 +121,7 @@ def _percent(right: int, total: int) -> str:
 def main() -> None:
     """Parse the flags, run, write the record and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102], help="seeds of the cases")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[201, 202], help="seeds of the cases")
     parser.add_argument("--cases", type=int, default=20, help="cases a seed")
     parser.add_argument("--failures", type=int, default=3, help="failing cases to diagnose per fault and seed")
     parser.add_argument("--set", choices=list(SETS), help="only these faults")
