@@ -100,21 +100,26 @@ def test_the_numbers_are_judged_in_both_attends(good):
 
 def test_a_mirrored_question_has_the_mirrored_answer():
     given = inputs_of(CASE, "cpu")
-    q, up = mirrored(given.q, given.up)
-    assert torch.equal(q.nope[:, 1], given.q.nope[:, 0])
-    assert torch.equal(q.pe[:, 0], given.q.pe[:, 2])
+    held = torch.ones(2, 16, 40)
+    q, up, rows = mirrored(CASE, given.q, given.up, held)
+    assert torch.equal(rows, -held)
+    assert torch.equal(q.nope[:, 1], -given.q.nope[:, 0])
+    assert torch.equal(q.pe[:, 0], -given.q.pe[:, 2])
     assert torch.equal(up.W_UK[:, 2], given.up.W_UK[:, 1])
-    assert torch.equal(up.W_UV[:, 0], -given.up.W_UV[:, 2])
+    assert torch.equal(up.W_UV[:, 0], -2 * given.up.W_UV[:, 2])
+    far, _, same = mirrored(dataclasses.replace(CASE, cache="far"), given.q, given.up, held)
+    assert torch.equal(far.pe, -q.pe)
+    assert same is held
     # strides as a model's projections leave them: views of one tensor, the latent axis innermost
     assert (q.nope.stride(), up.W_UK.stride()) == (given.q.nope.stride(), given.up.W_UK.stride())
     trial = trial_of()
-    first, second = trial.state("first"), unmirrored(trial.state("second"), given.q)
+    first, second = trial.state("first"), unmirrored(CASE, trial.state("second"), given.q)
     assert not torch.equal(trial.state("second").out, first.out)
     assert torch.allclose(first.out, second.out, rtol=1e-5, atol=1e-6)
     assert torch.allclose(first.lse, second.lse, rtol=1e-6)
     long = Query(torch.empty(1).expand(MOST_MIRRORED // 4 + 1, 1, 1), given.q.pe)
-    assert mirrored(long, given.up) == (long, given.up)
-    assert unmirrored(first, long) is first
+    assert mirrored(CASE, long, given.up, held) == (long, given.up, held)
+    assert unmirrored(CASE, first, long) is first
 
 
 def keeps(key) -> Tier:

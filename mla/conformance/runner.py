@@ -32,7 +32,7 @@ STATUSES = (
     *("mismatch", "not_finite", "wrong_shape", "wrong_dtype", "raised", "timed_out", "crashed"),
 )
 PASSED_OVER = ("refused", "not_run")
-SECOND = "only in the second attend, that of another layer on the same plan: heads moved on by one, W_UV negated"
+SECOND = "only in the second attend, that of another layer on the same plan, with weights, query and cache of its own"
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def examined(case: Case, trial: Trial, device: str) -> tuple[AttentionState, Att
     check_same("the cache", trial.tensors["memory.after"], trial.tensors["memory.before"])
     for name, was in given.tensors():
         check_same(name, trial.tensors[f"input.{name}"], was)
-    return answers[0], unmirrored(answers[1], given.q)
+    return answers[0], unmirrored(case, answers[1], given.q)
 
 
 def _complete(trial: Trial, case: Case, given: Inputs, device: str) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """One try of a tier on a case: what it answered, and the memory around that. Facts only; `runner.judge` judges them.
 
-The first attend is the case itself. The second is that of another layer on the same plan: heads moved on by one, W_UV
-negated, into buffers of the caller. Its truth is known from the first, and whoever hands out what he kept is found.
+The first attend is the case itself. The second is that of another layer on the same plan, with a cache of its own: query
+and rows negated, heads moved on by one, W_UV times -2, into buffers of the caller. The scores are the same and the output
+is twice the first's, head by head, so its truth is known, and whoever hands out what he kept is found.
 Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, P nope, R rope, V value.
 """
 
@@ -74,7 +75,7 @@ def attempt(tier: Tier, case: Case, device: str, given: Inputs) -> Trial:
         return replace(trial, status=wrong.status, detail=wrong.detail, kind=wrong.kind)
     except (Exception, SystemExit) as error:  # whatever a stranger's tier raises, an exit too, is a row
         status, at = "raised" if alive(device) else "crashed", line_of(error.__traceback__)
-        return replace(trial, status=status, detail=f"{type(error).__name__}: {error}", kind="form", at=at)
+        return replace(trial, status=status, detail=said(error), kind="form", at=at)
     return replace(trial, seconds=seconds)
 
 
@@ -91,9 +92,9 @@ def _run(tier: Tier, case: Case, need: Need, given: Inputs, trial: Trial) -> flo
     plan = planned(tier, case, need, prepared, given.batch)
     seconds, first = _attend(tier, given.q, cache, prepared, plan, None)
     _keep(tensors, "first", first, need, T)
-    q, up = mirrored(given.q, given.up)
+    q, up, rows = mirrored(case, given.q, given.up, cache.data)
     buffers, guards = guarded_buffers(need, T)
-    _, second = _attend(tier, q, cache, tier.prepare(up, need), plan, buffers)
+    _, second = _attend(tier, q, replace(cache, data=rows), tier.prepare(up, need), plan, buffers)
     if second is not buffers:
         raise Wrong("mismatch", "attend(out=...) did not return the caller's own state", "form")
     _keep(tensors, "second", second, need, T)
@@ -114,25 +115,44 @@ def _keep(tensors: dict[str, Tensor], name: str, state: AttentionState, need: Ne
     tensors |= {f"{name}.{part}": x.clone() for part, x in state._asdict().items() if x is not None}
 
 
-def mirrored(q: Query, up: UpProjection) -> tuple[Query, UpProjection]:
-    """Move the heads of nope (T, N, P), pe (T, N, R), W_UK (L, N, P) and W_UV (L, N, V) on by one, and negate W_UV.
+def mirrored(case: Case, q: Query, up: UpProjection, rows: Tensor) -> tuple[Query, UpProjection, Tensor]:
+    """Return another layer's question: nope (T, N, P), pe (T, N, R), W_UK (L, N, P), W_UV (L, N, V) and its rows.
 
-    All are views of one tensor as before. A query that is too long to be copied comes as it is, with its weights.
+    Query and rows (pages, page_size, storage_width) are negated, heads move on by one, W_UV is times -2. Rows of a far
+    cache stay, and so does the query's sign there; a query that is too long to be copied comes as it is, with all else.
     """
-    P = q.nope.shape[-1]
-    if q.nope.numel() * q.nope.element_size() > MOST_MIRRORED:
-        return q, up
-    both = torch.cat(q, -1).roll(1, dims=1)
-    weights = torch.cat([up.W_UK, -up.W_UV], -1).roll(1, dims=1).permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    return Query(both[..., :P], both[..., P:]), UpProjection(weights[..., :P], weights[..., P:])
+    if _as_it_is(q):
+        return q, up, rows
+    P, sign = q.nope.shape[-1], _sign(case)
+    both = sign * torch.cat(q, -1).roll(1, dims=1)
+    weights = torch.cat([up.W_UK, -2 * up.W_UV], -1).roll(1, dims=1).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    query, layer = Query(both[..., :P], both[..., P:]), UpProjection(weights[..., :P], weights[..., P:])
+    return query, layer, rows if sign > 0 else -rows
 
 
-def unmirrored(state: AttentionState, q: Query) -> AttentionState:
+def unmirrored(case: Case, state: AttentionState, q: Query) -> AttentionState:
     """Return the answer to the first question from that to the mirrored one, out (T, N, V) and lse (T, N)."""
-    if q.nope.numel() * q.nope.element_size() > MOST_MIRRORED:
+    if _as_it_is(q):
         return state
     lse = None if state.lse is None else state.lse.roll(-1, dims=1)
-    return AttentionState(-state.out.roll(-1, dims=1), lse)
+    return AttentionState(state.out.roll(-1, dims=1) / (-2 * _sign(case)), lse)
+
+
+def _sign(case: Case) -> int:
+    """What the second question's query and rows are multiplied by: rows of a far cache are too many to be copied."""
+    return 1 if case.cache == "far" else -1
+
+
+def _as_it_is(q: Query) -> bool:
+    return q.nope.numel() * q.nope.element_size() > MOST_MIRRORED
+
+
+def said(error: BaseException) -> str:
+    """Return an exception's name and text; a stranger's exception may raise while it says what it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: its text cannot be read"
 
 
 def line_of(found: TracebackType | None) -> str:
