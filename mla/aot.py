@@ -91,7 +91,7 @@ def compile_file(
     where a target is unknown or the file declares nothing that can be compiled.
     """
     if find_spec("triton") is None:
-        raise bad("triton", expected="triton >= 3.6", got="it is not installed", fix=EXTRA, kind=ImportError)
+        raise bad("triton", expected="triton >= 3.6", got="none", fix=EXTRA, kind=ImportError)
     for target in targets:
         _target(target)
     with _compiler():

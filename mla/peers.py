@@ -42,7 +42,7 @@ def decode_beside_transformers(
     where results differ by more than 1e-3, since then they are not the same layer.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise bad("peer", expected="transformers, installed", got="none", fix="pip install 'mla-tiers[test]'")
+        raise bad("peer", expected="an installed transformers", got="none", fix="pip install -e '.[test]' in the clone")
     weights = MLAWeights.random(config, seed=seed, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     past = torch.randn(batch * context, config.H, generator=generator)

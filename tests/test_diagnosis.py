@@ -326,7 +326,10 @@ def test_offset_in_a_cache_beyond_two_to_the_31():
         ("mismatch", "rows before or after the caller's out buffers were written", "memory", "memory"),
         ("raised", "IndexError: index 9 is out of bounds for dimension 0", "form", "page"),
         ("raised", "NotImplementedError: no decode", "form", "form"),
+        ("raised", "IndexError: index 2147483647 is out of bounds for dimension 0", "form", "page"),
         ("crashed", "SIGSEGV", "form", "memory"),
+        ("crashed", "its process ended with exit code 3", "form", ""),
+        ("timed_out", "no answer within 10 s", "form", ""),
     ],
 )
 def test_a_failure_without_numbers_gets_its_guess_from_the_status_or_the_guard(status, detail, kind, expected):

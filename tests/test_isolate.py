@@ -1,5 +1,6 @@
 """A foreign tier in its own process: everything that it can do to itself or to the judge is one row of the report."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def test_a_result_from_a_child_is_that_of_the_same_tier_here(rows):
 
 
 LIAR = """
-import socket, sys
+import os, shutil, socket, sys
 from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
@@ -164,7 +165,13 @@ line.recv(1)
 save_file({}, home / "answer.safetensors", said)
 line.send(b"!")
 line.recv(1)
-if kind == "leave":
+def fifo(name):
+    (home / name).unlink(missing_ok=True)
+    os.mkfifo(home / name)
+
+if kind == "trace":
+    fifo("trace.txt")
+if kind in ("leave", "trace"):
     sys.exit(3)
 if kind == "status":
     save_file({}, home / "answer.safetensors", said | {"status": "ok"})
@@ -172,6 +179,18 @@ elif kind == "part":
     save_file({"first.out": numpy.zeros((1, 3, 10), "float32")}, home / "answer.safetensors", said)
 elif kind == "bytes":
     (home / "answer.safetensors").write_bytes(b"\\xff" * 64)
+elif kind == "deep":
+    header = b'{"__metadata__":' + b"[" * 100_000
+    (home / "answer.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+elif kind == "fifo":
+    fifo("answer.safetensors")
+elif kind == "huge":
+    with open(home / "answer.safetensors", "wb") as file:
+        file.truncate(1 << 36)
+elif kind == "link":
+    (home / "answer.safetensors").symlink_to("/dev/zero")
+elif kind == "folder":
+    shutil.rmtree(home)
 line.send(b"!" if kind != "line" else b"??")
 line.recv(1)
 """
@@ -185,6 +204,12 @@ line.recv(1)
         ("bytes", "its process handed over nothing that can be read"),
         ("nothing", "its process handed over nothing that can be read"),
         ("line", "its process handed over nothing that can be read"),
+        ("deep", "its process handed over nothing that can be read"),
+        ("fifo", "its process handed over nothing that can be read: answer.safetensors is not a regular file of at most"),
+        ("huge", "its process handed over nothing that can be read: answer.safetensors is not a regular file of at most"),
+        ("link", "its process handed over nothing that can be read: [Errno 40]"),
+        ("folder", "its process handed over nothing that can be read: [Errno 2]"),
+        ("trace", "its process ended with exit code 3"),
     ],
 )
 def test_a_process_that_lies_is_never_right(tmp_path, kind, sentence):
@@ -196,6 +221,43 @@ def test_a_process_that_lies_is_never_right(tmp_path, kind, sentence):
         (result,) = check_isolated(child, [case_of(2)], most_diagnosed=0)
     assert result.status == "crashed"
     assert result.detail.startswith(sentence)
+
+
+@pytest.mark.parametrize("ruin", ["gone", "question", "answer"])
+def test_a_folder_that_is_ruined_between_two_cases_is_a_row_and_the_next_process_has_a_new_one(tmp_path, ruin):
+    path = tmp_path / "liar.py"
+    path.write_text(LIAR)
+    with Child([sys.executable, str(path), "part"], {}, 20.0) as child:
+        child.load()
+        if ruin == "gone":
+            shutil.rmtree(child.folder)
+        elif ruin == "question":
+            (child.folder / "question.pt").mkdir()
+        else:
+            (child.folder / "answer.safetensors").unlink()
+            (child.folder / "answer.safetensors").mkdir()
+        ruined = child.folder
+        first, second = check_isolated(child, [case_of(2)] * 2, most_diagnosed=0)
+    assert (first.status, second.status) == ("crashed", "crashed")
+    assert first.detail.startswith("nothing can be exchanged with its process: [Errno ")
+    assert second.detail.startswith("its process did not hand over first.lse, guard.0,")
+    assert not ruined.exists()
+    assert not child.folder.exists()
+
+
+@pytest.mark.parametrize("line", ["9" * 5000, "1"])
+def test_a_trace_that_is_none_points_nowhere(tmp_path, line):
+    with Child([], {}, 20.0) as child:
+        (child.folder / "trace.txt").write_text(f'  File "a\0b", line {line} in f\n')
+        assert child._last_line() == ""
+
+
+def test_an_exception_whose_message_raises_is_still_a_sentence(tmp_path):
+    path = tmp_path / "mute.py"
+    path.write_text("class Mute(Exception):\n    def __str__(self):\n        raise self\n\nraise Mute\n")
+    with Child(command_of("child"), {"tier": str(path), "threads": 1, "settings": {}}, 20.0) as child:
+        loaded = child.load()
+    assert (loaded.status, loaded.detail) == ("raised", "Mute: (its message cannot be read)")
 
 
 def test_after_many_lost_processes_the_cases_left_are_not_run(tmp_path, monkeypatch):

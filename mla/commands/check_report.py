@@ -14,6 +14,7 @@ Record = Mapping[str, Any]
 BUDGET_LINE = "error/budget: the worst of the family, right is at most 1."
 FAULT_LINE = "caught by: the first case that fails, of those tried in the order smoke, full; guess: of its diagnosis."
 LONGEST = 400  # characters of a sentence; the record has all
+ALIKE = 3  # failures that look alike, printed
 LISTED = 8  # names of cases in one line
 REASONS = 12  # of refusals
 
@@ -37,6 +38,7 @@ def _head(tier: Record, record: Record) -> dict[str, str]:
         count(tier["cases"], "case"),
         *(["both levels"] if len(tier["levels"]) > 1 else tier["levels"]),
     ]
+    parts += list(record.get("pins", ()))
     parts += [f"seed + {record['seed']}"] * bool(record["seed"]) + [f"{tier['seconds']:.1f} s in attend"]
     found = {s: tier[s] for s in ("ok", *_wrong(tier), "refused", "not_run")}
     verdict = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in found.items() if n or s == "ok")
@@ -80,7 +82,11 @@ def _failures(results: Sequence[Record], shown: int | None) -> Iterator[Block]:
     from mla.conformance.runner import PASSED_OVER
 
     failed = [r for r in results if r["status"] not in ("ok", *PASSED_OVER)]
-    first, rest = failed[:shown], failed[len(failed[:shown]) :]
+    every: dict[str, list[Record]] = {}
+    for r in failed:
+        every.setdefault(_group(r), []).append(r)
+    first = failed if shown is None else [r for mine in every.values() for r in mine[:ALIKE]][:shown]
+    rest = [r for r in failed if not any(r is other for other in first)]
     groups: dict[str, list[Record]] = {}
     for r in first:
         groups.setdefault(_group(r), []).append(r)
@@ -104,7 +110,8 @@ def _fields(result: Record) -> dict[str, str]:
     d = result["diagnosis"]
     fields = {"case": result["name"]} | ({"at": result["at"]} if result["at"] else {})
     if result["where"] is None:
-        return fields
+        told = d["guesses"] if d and d["guesses"] and not d["guesses"][0]["because"].startswith("the status is") else ()
+        return fields | ({"looks like": guesses_of(told[:1])} if told else {})
     fields["error/budget"] = f"out {ratio(result['used_out'])}, LSE {ratio(result['used_lse'])}"
     if d is None:
         return {**fields, "worst": _where(result)}

@@ -34,6 +34,8 @@ class Asked:
         """Raise ValueError for options that make no sense, alone or together."""
         if self.level not in (None, *LEVELS):
             raise bad("--level", expected=f"one of {', '.join(LEVELS)}", got=repr(self.level), fix="or leave it out")
+        if not 0 < self.timeout < 1e6:
+            raise bad("--timeout", expected="seconds above 0", got=str(self.timeout), fix="--timeout 60")
         if self.faults and self.given("tiers"):
             got = f"--faults and {', '.join(self.tiers)}"
             raise bad("tier", expected="none beside --faults, which checks the suite", got=got, fix="drop one of them")

@@ -57,7 +57,9 @@ DIMS: dict[str, Dims] = {
         TOY,
         Dims("toy_r0", 4, 24, 10, 0, 14),
         Dims("toy_n1", 1, 40, 12, 4, 10),
+        Dims("toy_n8", 8, 28, 12, 6, 10),
         Dims("toy_n12", 12, 28, 8, 6, 10),
+        Dims("toy_n32", 32, 24, 12, 6, 10),
         Dims("toy_n63", 63, 24, 16, 6, 10),
         Dims("toy_n128", 128, 24, 16, 6, 10),
         Dims("minicpm3_n5", 5, 256, 64, 32, 64),
@@ -170,9 +172,9 @@ def find(case_id: str) -> Case:
     """Return the case of an id; raises ValueError where a part of it is unknown."""
     parts = case_id.split("-")
     dims, batch, dtype, layout, family, slots, page, seed, *rest = parts if len(parts) >= 8 else [""] * 8
-    if dims in DIMS and page[1:].isdigit() and seed[1:].isdigit():
+    if dims in DIMS and page[1:].isdecimal() and seed[1:].isdecimal():
         one = lambda names, usual: next((x for x in rest if x in names), usual)
-        repeats = next((int(x[1:]) for x in rest if x[:1] == "x" and x[1:].isdigit()), 0)
+        repeats = next((int(x[1:]) for x in rest if x[:1] == "x" and x[1:].isdecimal()), 0)
         case = Case(
             spec(batch), DIMS[dims], dtype, layout, family, slots, int(page[1:]), int(seed[1:]), "nolse" not in rest,
             one(CACHES, "plain"), one(PLANS, "fresh"), repeats,

@@ -31,7 +31,7 @@ from mla.projections import Query, UpProjection
 
 PEAK, LARGE = 8.0, 200.0
 NEWTON_STEPS, CLOSE = 50, 1e-3
-SPARE_PAGES = 3
+SPARE_PAGES, SPARE_COLUMNS = 3, 64
 ABSURD_PAGES = (2**31 - 1, -1, -(2**31), 10**6, -7)
 POISON = (float("nan"), float("inf"), float("-inf"))
 
@@ -41,7 +41,8 @@ class Inputs:
     """What one case gives a tier, on one device.
 
     q.nope (T, N, P), q.pe (T, N, R) and up, W_UK (L, N, P) and W_UV (L, N, V), are strided views of the tensors that a
-    model's projections would return. `keys[b]` is kv_c (S, L), k_pe (S, R) of request b before they are cached;
+    model's projections would return; in a third of the cases q.pe, in another third W_UV is one of a tensor of its own,
+    with other strides. In a quarter the block table is just as wide as the longest request needs. `keys[b]` is kv_c (S, L), k_pe (S, R) of request b before they are cached;
     new_kv_c (T, L), new_k_pe (T, R) are the rows that this step writes at batch.slot_mapping. `history[b]` holds the
     positions of request b written before. Rows that see no key have NaN queries, padding has NaN rows.
     """
@@ -202,7 +203,7 @@ def _place(case: Case, q: Tensor, keys: list[Tensor], up: Tensor, random: np.ran
     tables, num_pages = _tables(case.slots, [-(-n // page) for n in s.seq_lens], random)
     lender, shared = shared_keys(case)
     tables = [tables[lender][: n // page] + row[n // page :] for n, row in zip(shared, tables, strict=True)]
-    width = max(map(len, tables), default=0) + 2
+    width = max(map(len, tables), default=0) + (2 if case.random_seed // 3 % 4 else 0)
     absurd = lambda b, i: (*ABSURD_PAGES, num_pages)[(b + i) % (len(ABSURD_PAGES) + 1)]
     full = [[*row, *(absurd(b, i) for i in range(width - len(row)))] for b, row in enumerate(tables)]
     table = torch.tensor(full, dtype=torch.int64).view(len(tables), width)
@@ -231,7 +232,18 @@ def _place(case: Case, q: Tensor, keys: list[Tensor], up: Tensor, random: np.ran
         history.append(old.nonzero()[:, 0])
     split = lambda rows: (rows[:, : d.L], rows[:, d.L :])
     query, weights = Query(q[..., : d.P], q[..., d.P :]), UpProjection(up[..., : d.P], up[..., d.P :])
+    if case.random_seed % 3 == 0:
+        query = query._replace(pe=_apart(query.pe))
+    elif case.random_seed % 3 == 1:
+        weights = weights._replace(W_UV=_apart(weights.W_UV))
     return Inputs(query, weights, tuple(split(r) for r in rounded), *split(new), batch, tuple(history), num_pages)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return x (A, N, C) as a view of a tensor of its own: heads first, and NaN behind each row."""
+    A, N, C = x.shape
+    whole = x.new_full((N, A, C + SPARE_COLUMNS), float("nan"))
+    return whole[..., :C].transpose(0, 1).copy_(x)
 
 
 def _tables(slots: str, pages: list[int], random: np.random.Generator) -> tuple[list[list[int]], int]:

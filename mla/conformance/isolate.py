@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -44,12 +45,10 @@ LEAST_START = 120.0  # seconds to import a file
 FIRST_TIMES = 5.0  # of the limit, for what a tier compiles in its first case
 MOST_LOST = 10  # children, one after the other
 LONGEST = 2000  # characters of a sentence
+MOST_TRACE = 1 << 20  # bytes
+MOST_ANSWER, TIMES = 1 << 26, 32  # bytes of an answer, beside so many times those of the question and of the cache
 HELLO, QUESTION, ANSWER, TRACE = "hello.json", "question.pt", "answer.safetensors", "trace.txt"
 SAID = ("tier", "status", "detail", "kind", "at")
-
-
-def nothing() -> None:
-    """Do nothing, where there is nothing to do while a child works."""
 
 
 class Child:
@@ -62,14 +61,11 @@ class Child:
         """
         if not 0 < limit < math.inf:
             raise bad("timeout", expected="seconds above 0", got=repr(limit), fix="pass --timeout 60")
-        self.command, self.limit, self.tier = tuple(command), limit, ""
-        self._home = tempfile.TemporaryDirectory(prefix="mla-check-", ignore_cleanup_errors=True)
-        self.folder = Path(self._home.name)
-        longest = 2 * max(LEAST_START, FIRST_TIMES * limit)
-        (self.folder / HELLO).write_text(json.dumps({**hello, "longest": longest}), encoding="utf-8")
+        self.command, self.limit, self.tier, self._fresh = tuple(command), limit, "", True
+        self._hello = json.dumps({**hello, "longest": 2 * max(LEAST_START, FIRST_TIMES * limit)})
+        self.folder = Path(tempfile.mkdtemp(prefix="mla-check-"))  # each process has a new one: it may ruin its own
         self._process: subprocess.Popen | None = None
         self._line: socket.socket | None = None
-        self._fresh = True
 
     def __enter__(self) -> "Child":
         """Return the child; leaving the block ends it and removes its folder."""
@@ -78,85 +74,99 @@ class Child:
     def __exit__(self, *_: object) -> None:
         """End the process, whatever it does, and remove its folder."""
         self.close()
-        self._home.cleanup()
 
     def load(self) -> Trial:
         """Start the process and let it load the tier; the trial has its name, or what went wrong.
 
         `kind` is "latent" where the tier has an inner kernel.
         """
-        (self.folder / TRACE).write_text("")  # nothing of an earlier process
-        ours, theirs = socket.socketpair()
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the child sees the modules that we see
-        with theirs:
-            self._process = subprocess.Popen(
-                [*self.command, str(self.folder), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
-        self._line = ours
-        trial = self._ask(max(LEAST_START, FIRST_TIMES * self.limit), nothing)
+        try:
+            self._start()
+        except OSError as error:
+            return self._lost(error)
+        trial = self._ask(max(LEAST_START, FIRST_TIMES * self.limit), None, MOST_ANSWER)
         if trial.status != "ran":
             self.close()
         self.tier = trial.tier or self.tier
         return trial
 
     def ask(
-        self, what: str, case: Case, given: Inputs, device: str, meanwhile: Callable[[], object] = nothing
+        self, what: str, case: Case, given: Inputs, device: str, meanwhile: Callable[[], object] | None = None
     ) -> Trial:
         """Run a case on the tier with these inputs, q.nope (T, N, P) and so on, and do something `meanwhile`.
 
         `what` is a level, "attend" or "latent", or "notes": what the tier says about the case's Need, as the detail.
         """
-        if self._process is None:
-            started = self.load()
-            if started.status != "ran":
-                detail = f"the tier could not be loaded again: {started.detail}"
-                return Trial(self.tier, "not_run", detail, at=started.at)
-        torch.save((what, case, given, device), self.folder / QUESTION)
-        trial = self._ask(self.limit * (FIRST_TIMES if self._fresh else 1.0), meanwhile)
+        if self._process is None and (started := self.load()).status != "ran":
+            return Trial(self.tier, "not_run", f"the tier could not be loaded again: {started.detail}", at=started.at)
+        try:
+            for name in (QUESTION, ANSWER):
+                (self.folder / name).unlink(missing_ok=True)
+            with open(self.folder / QUESTION, "xb") as file:  # a new file, never one that the tier has put there
+                torch.save((what, case, given, device), file)
+                asked = file.tell()
+        except OSError as error:
+            return self._lost(error)
+        cache = 0 if case.cache == "far" else given.num_pages * case.page_size * (case.dims.L + case.dims.R)
+        most = MOST_ANSWER + TIMES * (asked + cache)
+        trial = self._ask(self.limit * (FIRST_TIMES if self._fresh else 1.0), meanwhile, most)
         self._fresh = False
         if trial.status in ("crashed", "timed_out"):
             self.close()
         return trial
 
     def close(self) -> None:
-        """End the process and those that it started; the next question starts another one."""
+        """End the process and those that it started, and remove its folder; the next question starts another one."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._line is not None:
             self._line.close()
+        with suppress(RecursionError):  # of folders in folders
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._process = self._line = None
 
-    def _ask(self, limit: float, meanwhile: Callable[[], object]) -> Trial:
+    def _start(self) -> None:
+        self.close()
+        self.folder = Path(tempfile.mkdtemp(prefix="mla-check-"))
+        (self.folder / HELLO).write_text(self._hello, encoding="utf-8")
+        self._line, theirs = socket.socketpair()
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the child sees the modules that we see
+        env = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        with theirs:
+            words = [*self.command, str(self.folder), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=env, start_new_session=True
+            )
+
+    def _lost(self, error: OSError) -> Trial:
+        self.close()
+        return Trial(self.tier, "crashed", f"nothing can be exchanged with its process: {error}")
+
+    def _ask(self, limit: float, meanwhile: Callable[[], object] | None, most: int) -> Trial:
         assert self._line is not None
-        (self.folder / ANSWER).unlink(missing_ok=True)
         end = time.monotonic() + limit
         with suppress(OSError):  # of a process that has ended, which is found below
             self._line.send(b"?")
-        meanwhile()
+        if meanwhile is not None:
+            meanwhile()
         ready, _, _ = select.select([self._line], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             return Trial(self.tier, "timed_out", f"no answer within {limit:g} s", at=self._last_line(ask=True))
-        try:
+        said = b""
+        with suppress(OSError):
             said = self._line.recv(1)
-        except OSError:
-            said = b""
-        return self._ended() if said == b"" else self._read()
+        return self._ended() if said == b"" else self._read(most)
 
-    def _read(self) -> Trial:
+    def _read(self, most: int) -> Trial:
         """Return the answer, all of it in memory of our own: a thread of the tier may still write to the file."""
         try:
-            data = (self.folder / ANSWER).read_bytes()
+            data = bytes_of(self.folder / ANSWER, most)
             said = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
             words, seconds = {name: said[name][:LONGEST] for name in SAID}, abs(float(said["seconds"]))
             return Trial(**words, seconds=seconds, tensors=load(data))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             return Trial(self.tier, "crashed", f"its process handed over nothing that can be read: {error}")
 
     def _ended(self) -> Trial:
@@ -174,14 +184,28 @@ class Child:
     def _last_line(self, ask: bool = False) -> str:
         """Return the tier's line from the trace that a dying process leaves, or that a hanging one is asked for."""
         path = self.folder / TRACE
-        if ask and self._process is not None:
-            self._process.send_signal(signal.SIGUSR1)
-            end = time.monotonic() + 1.0
-            while time.monotonic() < end and not path.read_text("utf-8", "replace").strip():
+        try:
+            if ask and self._process is not None:
+                self._process.send_signal(signal.SIGUSR1)
+                end = time.monotonic() + 1.0
+                while time.monotonic() < end and not bytes_of(path, MOST_TRACE).strip():
+                    time.sleep(0.02)
                 time.sleep(0.02)
-            time.sleep(0.02)
-        frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', path.read_text("utf-8", "replace"))
-        return place((file, int(line), name) for file, line, name in frames)
+            text = bytes_of(path, MOST_TRACE).decode("utf-8", "replace")
+            frames = re.findall(r'^  File "([^"\n]+)", line (\d{1,9}) in (\S+)', text, re.MULTILINE)
+            return place((file, int(line), name[:LONGEST]) for file, line, name in frames)
+        except (OSError, ValueError, RuntimeError):  # no trace, or one that is none: a path may be anything
+            return ""
+
+
+def bytes_of(path: Path, most: int) -> bytes:
+    """Return what a child wrote, of at most so many bytes; raises OSError, and never waits, for what is no file."""
+    opener = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(path, "rb", opener=opener) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+            raise OSError(f"{path.name} is not a regular file of at most {most} bytes")
+        return file.read(found.st_size)
 
 
 def check_isolated(
@@ -199,7 +223,7 @@ def check_isolated(
         if why is not None:
             yield Result(case, child.tier, "not_run", detail=why, level=level)
             continue
-        work = partial(truth, case, device) if level == "attend" else nothing
+        work = partial(truth, case, device) if level == "attend" else None
         trial = child.ask(level, case, inputs_of(case, device), device, work)
         result = (judge if level == "attend" else judge_latent)(case, trial, device, left > 0)
         left -= result.diagnosis is not None and result.where is not None
@@ -216,11 +240,12 @@ def tried(tier: Tier, what: str, case: Case, given: Inputs, device: str) -> Tria
         try:
             return Trial(name, detail="\n".join(notes(case.need(device)) if notes else ()))
         except (Exception, SystemExit) as error:
-            return Trial(name, "raised", f"{type(error).__name__}: {error}", at=line_of(error.__traceback__))
+            return Trial(
+                name, "raised", said_by(error), at=line_of(error.__traceback__)
+            )
     if kernel is None:
-        return Trial(
-            name, "refused", f"{name} has no inner kernel to check; from_latent and mla.conformance.raw give one."
-        )
+        why = f"{name} has no inner kernel to check; from_latent and mla.conformance.raw give one."
+        return Trial(name, "refused", why)
     return attempt_latent(kernel, case, device, given, name=name, why_not=tier.why_not)
 
 
@@ -263,9 +288,17 @@ def _loaded(hello: Mapping[str, Any], load_tier: Callable[[Mapping[str, Any]], T
     try:
         tier = load_tier(hello)
     except (Exception, SystemExit) as error:
-        said = str(error) if "Fix:" in str(error) else f"{type(error).__name__}: {error}"
-        return Trial("", "raised", said, "form", line_of(error.__traceback__)), None
+        return Trial("", "raised", said_by(error), "form", line_of(error.__traceback__)), None
     return Trial(str(tier.name), kind="latent" if getattr(tier, "latent", None) else ""), tier
+
+
+def said_by(error: BaseException) -> str:
+    """Return an exception of a tier as a sentence; its own words may raise too."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be read)"
+    return text if "Fix:" in text else f"{type(error).__name__}: {text}"
 
 
 def _hand_over(trial: Trial, path: Path) -> None:

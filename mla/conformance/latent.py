@@ -107,7 +107,7 @@ def judge_latent(case: Case, trial: Trial, device: str, diagnosed: bool = True) 
         result = dataclasses.replace(
             result, status=wrong.status, used_out=math.inf, used_lse=math.inf, detail=wrong.detail, kind=wrong.kind
         )
-        return explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind)) if diagnosed else result
+        return explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind))
     result, i = weigh(result, states, *latent_truth(case, device))
     if i is None or not diagnosed:
         return result

@@ -22,8 +22,8 @@ def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
         if name not in VALUES:
             raise bad("--pin", expected=f"NAME=VALUE of {', '.join(VALUES)}", got=repr(text), fix="dims=v3_n16")
         known = VALUES[name]
-        if not (value.isdecimal() and int(value) > 0 if name == "page_size" else value in known):
-            expected = "a positive int" if name == "page_size" else f"one of {', '.join(known)}"
+        if not (value.isdecimal() and 0 < int(value) <= 1 << 16 if name == "page_size" else value in known):
+            expected = "1 .. 65536" if name == "page_size" else f"one of {', '.join(known)}"
             raise bad(f"--pin {name}", expected=expected, got=repr(value), fix="take one of these")
         pins[name] = int(value) if name == "page_size" else DIMS[value] if name == "dims" else value
     return pins

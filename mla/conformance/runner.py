@@ -155,7 +155,7 @@ def judge(case: Case, trial: Trial, device: str, diagnosed: bool = True) -> Resu
         result = dataclasses.replace(
             result, status=wrong.status, used_out=math.inf, used_lse=math.inf, detail=wrong.detail, kind=wrong.kind
         )
-        return explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind)) if diagnosed else result
+        return explained(result, diagnose_status(wrong.status, wrong.detail, wrong.kind))
     made, heads = truth(case, device)
     result, i = weigh(result, states, made, heads)
     if i is None or not diagnosed:

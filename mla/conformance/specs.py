@@ -44,11 +44,11 @@ class BatchSpec:
 
 
 def spec(name: str) -> BatchSpec:
-    """Return a batch by its name in `SPECS` or `ORDERS`, or one written in the batch grammar, such as 16q1s4k.
+    """Return a batch by its name in `SPECS` or `BESIDE`, or one written in the batch grammar, such as 16q1s4k.
 
     Raises ValueError for a text that is neither.
     """
-    known = SPECS.get(name) or ORDERS.get(name)
+    known = SPECS.get(name) or BESIDE.get(name)
     if known is not None:
         return known
     try:
@@ -165,4 +165,9 @@ MIXED = [
 # a decode, a verification, a fresh prompt and a chunk of one; whoever sorts requests by length must sort them back
 ORDERS = orders({"d": (1, 33), "v": (2, 18), "p": (17, 17), "c": (5, 40)})
 
+# the last row of a request sees fewer keys than the first
+FALLING = BatchSpec("falling_bounds", (3, 2), (20, 11), 3, mask="rows", row_kv_lens=(17, 5, 9, 11, 4))
+
 SPECS: dict[str, BatchSpec] = {s.name: s for s in (*FIELD, *EDGES, *FEW_KEYS, *EMPTY_ROWS, *MIXED)}
+# known by name too, but not paired with everything else
+BESIDE: dict[str, BatchSpec] = {**ORDERS, FALLING.name: FALLING}

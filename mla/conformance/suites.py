@@ -8,7 +8,7 @@ from typing import Any
 
 from mla.conformance.cases import DIMS, FAMILIES, NEEDLES, PLANS, SLOTS, TOY, Case, roundings
 from mla.conformance.inputs import shared_keys
-from mla.conformance.specs import ORDERS, SPECS, BatchSpec, spec
+from mla.conformance.specs import FALLING, ORDERS, SPECS, BatchSpec, spec
 from mla.errors import bad
 
 PAGES = (1, 8, 16, 32, 64, 128)
@@ -25,6 +25,7 @@ WIDE = (
 )  # fmt: skip
 SHORT = ("small_decode", "edge_mixed_16", "verify_2", "verify_4", "query_17", "padded_tail")
 FEW = "1q1s21_1q3s18"  # a batch for the sizes in smoke
+BESIDE = ("toy_n8", "toy_n32")  # sizes of `reaching` alone
 REPEATED = ("mixed_small", "verify_4", "edge_lengths_16", "padded_requests")
 
 BY_PAGE: dict[str, dict[int, BatchSpec]] = {}
@@ -48,18 +49,19 @@ def suite(name: str) -> list[Case]:
 def smoke() -> list[Case]:
     """Return two cases at toy size for every batch of moderate length, one with a needle, one without, and a few more.
 
-    Those are every order of a mixed batch, every size but the largest with few keys, and repeated ones.
+    Those are every order of a mixed batch, every size but the largest with few keys, repeated ones, and those beyond
+    the usual ranges.
     """
     cases = []
     for i, s in enumerate(s for s in SPECS.values() if roundings(Case(s)) <= QUICK):
         for j, family in enumerate((NEEDLES[i % len(NEEDLES)], PLAIN[i % len(PLAIN)])):
             cases.append(_turn(s, 2 * i + j, dtype=DTYPES[(i + 2 * j) % 3], family=family))
-    sizes = [d for d in DIMS.values() if d.N * d.L < 2**14 and d != TOY]
+    sizes = [d for d in DIMS.values() if d.N * d.L < 2**14 and d != TOY and d.name not in BESIDE]
     cases += [
         _turn(spec(FEW), i, dims=d, dtype=DTYPES[i % 2], family=FAMILIES[i % len(FAMILIES)])
         for i, d in enumerate(sizes)
     ]
-    return cases + ordered() + repeated()
+    return cases + ordered() + repeated() + reaching()
 
 
 def ordered() -> list[Case]:
@@ -74,6 +76,20 @@ def repeated() -> list[Case]:
     return [*cases, Case(SPECS["verify_2"], DIMS["v3_n3"], family="needle", repeats=REPEATS)]
 
 
+def reaching() -> list[Case]:
+    """Return the cases beyond the ranges of the others: B, S, T, page, heads, bounds, and pairs of dtypes or masks."""
+    halves = {"layout": "rows_f16", "page_size": 100}
+    return [
+        Case(spec("33q1s5_33q1s20"), family="needle"),
+        Case(spec("1q1s4100"), family="needle_end", page_size=256),
+        Case(spec("1q600s600"), dtype="f16", page_size=48),
+        Case(FALLING, dtype="f32", lse=False),
+        Case(spec("1q1s230_1q3s101"), DIMS["toy_n8"], family="needle_last", **halves),
+        Case(spec("1q1s230_1q3s101"), DIMS["toy_n32"], family="peaked", **halves),
+        Case(SPECS["full_mask"], DIMS["toy_n12"], "f16"),
+    ]
+
+
 def _turn(s: BatchSpec, i: int, **fields) -> Case:
     """Case number i on a batch: what `fields` leave open takes turns."""
     page = s.page_size if s.edge else PAGES[i % len(PAGES)]
@@ -84,7 +100,7 @@ def _turn(s: BatchSpec, i: int, **fields) -> Case:
 
 
 def full(seed: int = 0) -> list[Case]:
-    """Return at most 400 cases: a seeded cover of all pairs of two fields, every order of a batch, and repeated ones.
+    """Return about 400 cases: a seeded cover of all pairs of two fields, and what `smoke` has beside its batches.
 
     Fields are batch, family, size, dtype, cached dtype, slots, page, the cache's memory and the plan; a layout around
     a page edge is one batch, made for its pages. The needle takes its places in turn; one case of eight asks for no
@@ -93,7 +109,7 @@ def full(seed: int = 0) -> list[Case]:
     fields: dict[str, Sequence] = {
         "batch": list(BY_PAGE),
         "family": ["needle", *PLAIN],
-        "dims": list(DIMS.values()),
+        "dims": [d for d in DIMS.values() if d.name not in BESIDE],
         "dtype": list(DTYPES),
         "layout": ["own", "other"],
         "slots": list(SLOTS),
@@ -108,7 +124,7 @@ def full(seed: int = 0) -> list[Case]:
         layout = OTHER_ROWS[row["dtype"]] if row["layout"] == "other" else ""
         chosen = {"batch": BY_PAGE[row["batch"]][row["page_size"]], "family": family, "layout": layout}
         cases.append(Case(**{**row, **chosen}, seed=i, lse=i % 8 != 7))
-    return cases + ordered() + repeated()
+    return cases + ordered() + repeated() + reaching()
 
 
 def possible(row: Mapping) -> bool:

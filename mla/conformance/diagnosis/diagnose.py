@@ -7,6 +7,7 @@ anew as they would be if the scale, the mask, a page, ... were wrong. One that e
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from mla.conformance.cases import Case
 from mla.conformance.diagnosis.ranking import Guess, rank, touched
 from mla.conformance.diagnosis.scene import Array, make_scene
 from mla.conformance.diagnosis.shapes import Shape, make_shape
-from mla.conformance.inputs import Inputs
+from mla.conformance.inputs import ABSURD_PAGES, Inputs
 from mla.state import AttentionState
 
 KIND_NAMES = {
@@ -36,8 +37,6 @@ STATUS_KINDS = {
     "wrong_shape": (("form", 1.0),),
     "wrong_dtype": (("form", 1.0),),
     "raised": (("form", 0.6),),
-    "timed_out": (("form", 0.5),),
-    "crashed": (("memory", 0.5), ("page", 0.4), ("offset", 0.4)),
     "not_finite": (("memory", 0.3), ("tail", 0.3), ("precision", 0.2)),
     "mismatch": (("memory", 0.5),),
 }
@@ -120,11 +119,18 @@ def diagnose_status(status: str, detail: str, kind: str = "") -> Diagnosis:
     Something that was read outside its tensor is more likely a page than a form.
     """
     guesses = [Guess(k, score, f"the status is {status}") for k, score in STATUS_KINDS.get(status, ())]
-    if kind and not (status in ("raised", "crashed") and kind == "form"):
+    if kind and status not in ("crashed", "timed_out") and not (status == "raised" and kind == "form"):
         guesses = [Guess(kind, 1.0, "a check beside the numbers found it"), *(g for g in guesses if g.kind != kind)]
+    elif status == "crashed" and any(signal in detail for signal in ("SIGSEGV", "SIGBUS")):
+        because = "the process touched memory that is not its own"
+        guesses = [Guess(k, score, because) for k, score in (("memory", 0.6), ("page", 0.5), ("offset", 0.4))]
     elif any(text in detail for text in OUTSIDE):
-        outside = [("page", 0.8), ("batch", 0.3), ("offset", 0.3), ("form", 0.2)]
-        guesses = [Guess(k, score, "something outside a tensor was read") for k, score in outside]
+        found = next((page for page in ABSURD_PAGES if re.search(rf"(?<![\d-]){page}\b", detail)), None)
+        because = "something outside a tensor was read"
+        if found is not None:
+            because = f"page {found} is what the case put behind a request's last page: the lookup reads past it"
+        outside = [("page", 0.8 if found is None else 1.0), ("batch", 0.3), ("offset", 0.3), ("form", 0.2)]
+        guesses = [Guess(k, score, because) for k, score in outside]
     why = f"; looks like {KIND_NAMES[guesses[0].kind]}" if guesses else ""
     return Diagnosis("", math.inf, None, None, math.nan, math.nan, tuple(guesses), f"{status}: {detail}{why}")
 

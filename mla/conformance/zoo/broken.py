@@ -37,7 +37,8 @@ class Broken(Tier):
     """The tier `base` with one of its steps replaced.
 
     `need`, `query` and `up` change what the base is given, `write` gets the base's own write, `numbers` changes
-    out (T, N, V) and lse (T, N) and leaves their form, `result` changes or replaces the whole answer.
+    out (T, N, V) and lse (T, N) and leaves their form, `result` changes or replaces the whole answer, `rows` says
+    which cache is read.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Broken(Tier):
     write_rows: Callable[[Write, PagedLatentCache, Tensor, Tensor, Tensor], None] | None = None
     numbers: Callable[[Tensor, Tensor, AttentionBatch], tuple[Tensor, Tensor]] | None = None
     result: Callable[[AttentionState, Call], Any] | None = None
+    rows: Callable[[PagedLatentCache, Plan, dict[Any, Any]], PagedLatentCache] | None = None
     replan: Callable[[Plan | None, Need, AttentionBatch], Plan | None] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
@@ -82,7 +84,7 @@ class Broken(Tier):
     ) -> AttentionState:
         """Attend the base, out (T, N, V) and lse (T, N), with the fault before or behind it."""
         asked = self.query(q, plan.batch) if self.query else q
-        state = self.base.attend(asked, cache, prepared, plan, out)
+        state = self.base.attend(asked, self.rows(cache, plan, self.kept) if self.rows else cache, prepared, plan, out)
         if self.numbers is not None:
             lse = state.out[..., 0] if state.lse is None else state.lse
             changed = self.numbers(state.out.clone(), lse.clone(), plan.batch)

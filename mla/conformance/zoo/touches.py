@@ -229,6 +229,10 @@ TOUCHES = [
     ),
     around("memory_race", "memory", "N1", "Now and then a result differs in its last bit.", result=race),
     around(
+        "memory_rows_kept_for_the_plan", "memory", "CG3", "All layers of a plan read the rows of its first one.",
+        rows=lambda cache, plan, kept: kept.setdefault(("rows", id(plan)), (plan, cache))[1],
+    ),
+    around(
         "memory_plan_not_refilled", "memory", "CG3", "A plan that is used again keeps the earlier batch.",
         replan=lambda into, need, batch: into,
     ),
