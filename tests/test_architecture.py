@@ -379,3 +379,8 @@ def test_inheritance_rule_sees_across_modules():
 
 def test_top_level_rule_refuses_a_stray_file():
     assert top_level_rule(["mla/a.py", "notes.txt", "scratch/x.py"]) == ["notes.txt", "scratch"]
+
+
+def test_pages_and_readme_hold_no_placeholder():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert [p.name for p in pages if re.search(r"@@|TODO|FIXME", p.read_text(encoding="utf-8"))] == []
