@@ -76,10 +76,7 @@ class Child:
         self.close()
 
     def load(self) -> Trial:
-        """Start the process and let it load the tier; the trial has its name, or what went wrong.
-
-        `kind` is "latent" where the tier has an inner kernel.
-        """
+        """Start the process and load the tier: a trial with its name and, with an inner kernel, `kind` "latent"."""
         try:
             self._start()
         except OSError as error:
@@ -200,8 +197,7 @@ class Child:
 
 def bytes_of(path: Path, most: int) -> bytes:
     """Return what a child wrote, of at most so many bytes; raises OSError, and never waits, for what is no file."""
-    opener = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(path, "rb", opener=opener) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > most:
             raise OSError(f"{path.name} is not a regular file of at most {most} bytes")
@@ -240,9 +236,7 @@ def tried(tier: Tier, what: str, case: Case, given: Inputs, device: str) -> Tria
         try:
             return Trial(name, detail="\n".join(notes(case.need(device)) if notes else ()))
         except (Exception, SystemExit) as error:
-            return Trial(
-                name, "raised", said_by(error), at=line_of(error.__traceback__)
-            )
+            return Trial(name, "raised", said_by(error), at=line_of(error.__traceback__))
     if kernel is None:
         why = f"{name} has no inner kernel to check; from_latent and mla.conformance.raw give one."
         return Trial(name, "refused", why)
@@ -261,10 +255,8 @@ def serve(folder: str, descriptor: int, load_tier: Callable[[Mapping[str, Any]],
         while line.recv(1):
             trace.truncate(0)
             faulthandler.dump_traceback_later(hello["longest"], exit=True, file=trace)  # a hang that no thread sees
-            if tier is None:
-                trial, tier = _loaded(hello, load_tier)
-            else:
-                trial = tried(tier, *torch.load(home / QUESTION, weights_only=False))
+            ask = lambda tier: (tried(tier, *torch.load(home / QUESTION, weights_only=False)), tier)
+            trial, tier = _loaded(hello, load_tier) if tier is None else ask(tier)
             _hand_over(trial, home / ANSWER)
             faulthandler.cancel_dump_traceback_later()
             line.send(b"!")
