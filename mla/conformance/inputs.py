@@ -42,9 +42,10 @@ class Inputs:
 
     q.nope (T, N, P), q.pe (T, N, R) and up, W_UK (L, N, P) and W_UV (L, N, V), are strided views of the tensors that a
     model's projections would return; in a third of the cases q.pe, in another third W_UV is one of a tensor of its own,
-    with other strides. In a quarter the block table is just as wide as the longest request needs. `keys[b]` is kv_c (S, L), k_pe (S, R) of request b before they are cached;
-    new_kv_c (T, L), new_k_pe (T, R) are the rows that this step writes at batch.slot_mapping. `history[b]` holds the
-    positions of request b written before. Rows that see no key have NaN queries, padding has NaN rows.
+    with other strides. In a quarter of them the block table is just as wide as the longest request needs. `keys[b]` is
+    kv_c (S, L), k_pe (S, R) of request b before they are cached; new_kv_c (T, L), new_k_pe (T, R) are the rows that
+    this step writes at batch.slot_mapping. `history[b]` holds the positions of request b written before. Rows that see
+    no key have NaN queries, padding has NaN rows.
     """
 
     q: Query

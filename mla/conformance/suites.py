@@ -78,7 +78,7 @@ def repeated() -> list[Case]:
 
 def reaching() -> list[Case]:
     """Return the cases beyond the ranges of the others: B, S, T, page, heads, bounds, and pairs of dtypes or masks."""
-    halves = {"layout": "rows_f16", "page_size": 100}
+    halves: dict[str, Any] = {"layout": "rows_f16", "page_size": 100}
     return [
         Case(spec("33q1s5_33q1s20"), family="needle"),
         Case(spec("1q1s4100"), family="needle_end", page_size=256),
