@@ -43,7 +43,7 @@ def _head(tier: Record, record: Record) -> dict[str, str]:
     found = {s: tier[s] for s in ("ok", *_wrong(tier), "refused", "not_run")}
     verdict = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in found.items() if n or s == "ok")
     head = {"tier": named, "suite": ", ".join(parts), "verdict": f"{tier['verdict']}: {verdict}"}
-    if tier["guesses"]:
+    if tier["guesses"] and not tier["guesses"][0]["because"].startswith("the status is"):
         head["looks like"] = guesses_of(tier["guesses"])
     return head | {f"note{'' if i == 0 else ' ' * i}": note for i, note in enumerate(tier["notes"])}
 
@@ -83,7 +83,7 @@ def _failures(results: Sequence[Record], shown: int | None) -> Iterator[Block]:
 
     failed = [r for r in results if r["status"] not in ("ok", *PASSED_OVER)]
     every: dict[str, list[Record]] = {}
-    for r in failed:
+    for r in [r for r in failed if r["diagnosis"]] or failed:
         every.setdefault(_group(r), []).append(r)
     first = failed if shown is None else [r for mine in every.values() for r in mine[:ALIKE]][:shown]
     rest = [r for r in failed if not any(r is other for other in first)]

@@ -1,8 +1,8 @@
 """One try of a tier on a case: what it answered, and the memory around that. Facts only; `runner.judge` judges them.
 
 The first attend is the case itself. The second is that of another layer on the same plan, with a cache of its own:
-query and rows negated, heads moved on by one, W_UV times -2, into buffers of the caller. The scores are the same and the
-output is twice the first's, head by head, so its truth is known, and whoever hands out what he kept is found.
+query and rows negated, heads moved on by one, W_UV times -2, into buffers of the caller. The scores are the same and
+the output is twice the first's, head by head, so its truth is known, and whoever hands out what he kept is found.
 Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, P nope, R rope, V value.
 """
 
