@@ -67,6 +67,8 @@ def checked(run: Run, asked: Asked, tier_of: TierOf) -> dict[str, Any]:
     with progress(title, "cases") as tick, ExitStack() as open_children:
         for spec in asked.tiers:
             name, has_kernel, results, notes = subject(spec, asked, run.settings, device, tier_of, open_children)
+            if not name.isprintable():
+                raise bad("tier.name", expected="one line of printable text", got=repr(name), fix="rename the tier")
             if name in by_tier:
                 got, fix = f"{by_tier[name][0]} and {spec}, both named {name}", "drop one, or rename it"
                 raise bad("tier", expected="tiers of different names", got=got, fix=fix)
