@@ -506,6 +506,15 @@ def test_check_pins_fields_for_kernels_of_one_size(monkeypatch, tmp_path):
         assert "error: --pin" in sentence_of("check", "--pin", wrong)
 
 
+def test_check_takes_no_name_that_could_forge_a_report_and_no_limit_that_is_none(tier_file):
+    path = tier_file(
+        "forged", WRONG + '\nfrom mla.adapters import from_attend\ntier = from_attend("good\\nok", attend)\n'
+    )
+    assert "tier.name: expected one line of printable text, got 'good\\nok'" in sentence_of(*check_file(path))
+    for limit in ("nan", "0", "-1"):
+        assert "--timeout: expected seconds above 0" in sentence_of("check", "paged", f"--timeout={limit}")
+
+
 def test_check_watches_a_file_until_it_is_interrupted(few_cases, tier_file, monkeypatch):
     path, naps = tier_file("mine", WRONG), []
 

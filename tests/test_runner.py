@@ -16,6 +16,7 @@ from mla.conformance import Case, Result, check, run_case, spec, summary
 from mla.conformance.guards import Wrong
 from mla.conformance.inputs import make_inputs
 from mla.conformance.isolate import tried
+from mla.conformance.latent import run_latent_case
 from mla.conformance.runner import STATUSES, examined, inputs_of, judge
 from mla.conformance.trial import MOST_MIRRORED, Trial, attempt, line_of, mirrored, place, unmirrored
 from mla.need import Need
@@ -273,3 +274,19 @@ def test_a_tier_is_asked_for_its_notes_and_for_its_inner_kernel():
             return ["The LSE has base 2.", f"Pages of {need.page_size} rows."]
 
     assert tried(Noted(None), "notes", CASE, given, "cpu").detail == "The LSE has base 2.\nPages of 16 rows."
+
+
+@pytest.mark.parametrize("level", ["attend", "latent"])
+def test_an_exception_that_cannot_say_what_it_is_is_a_row(level):
+    class Mute(Exception):
+        def __str__(self):
+            raise self
+
+    def broken(*_):
+        raise Mute
+
+    if level == "attend":
+        result = run_case(from_attend("mute", broken), CASE)
+    else:
+        result = run_latent_case(broken, CASE)
+    assert (result.status, result.detail) == ("raised", "Mute: (its message cannot be read)")

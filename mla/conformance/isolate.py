@@ -36,7 +36,7 @@ from mla.conformance.inputs import Inputs
 from mla.conformance.large import no_room
 from mla.conformance.latent import attempt_latent, judge_latent
 from mla.conformance.runner import Result, inputs_of, judge, truth
-from mla.conformance.trial import Trial, attempt, line_of, place
+from mla.conformance.trial import Trial, attempt, line_of, place, said_by
 from mla.errors import bad
 from mla.need import normal_device
 from mla.tier import Tier
@@ -282,15 +282,6 @@ def _loaded(hello: Mapping[str, Any], load_tier: Callable[[Mapping[str, Any]], T
     except (Exception, SystemExit) as error:
         return Trial("", "raised", said_by(error), "form", line_of(error.__traceback__)), None
     return Trial(str(tier.name), kind="latent" if getattr(tier, "latent", None) else ""), tier
-
-
-def said_by(error: BaseException) -> str:
-    """Return an exception of a tier as a sentence; its own words may raise too."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its message cannot be read)"
-    return text if "Fix:" in text else f"{type(error).__name__}: {text}"
 
 
 def _hand_over(trial: Trial, path: Path) -> None:

@@ -31,7 +31,7 @@ from mla.conformance.guards import (
 from mla.conformance.inputs import Inputs
 from mla.conformance.large import care_of, no_room
 from mla.conformance.runner import PASSED_OVER, STATUSES, Result, explained, inputs_of, truth, weigh
-from mla.conformance.trial import Trial, alive, line_of
+from mla.conformance.trial import Trial, alive, line_of, said_by
 from mla.need import Need, normal_device
 from mla.projections import absorb_query, project_values
 from mla.state import AttentionState
@@ -86,8 +86,7 @@ def attempt_latent(
         return dataclasses.replace(trial, status=wrong.status, detail=wrong.detail, kind=wrong.kind)
     except (Exception, SystemExit) as error:  # as in `attempt`
         status, at = "raised" if alive(device) else "crashed", line_of(error.__traceback__)
-        detail = f"{type(error).__name__}: {error}"
-        return dataclasses.replace(trial, status=status, detail=detail, kind="form", at=at)
+        return dataclasses.replace(trial, status=status, detail=said_by(error), kind="form", at=at)
     return dataclasses.replace(trial, seconds=seconds)
 
 

@@ -75,7 +75,7 @@ def attempt(tier: Tier, case: Case, device: str, given: Inputs) -> Trial:
         return replace(trial, status=wrong.status, detail=wrong.detail, kind=wrong.kind)
     except (Exception, SystemExit) as error:  # whatever a stranger's tier raises, an exit too, is a row
         status, at = "raised" if alive(device) else "crashed", line_of(error.__traceback__)
-        return replace(trial, status=status, detail=said(error), kind="form", at=at)
+        return replace(trial, status=status, detail=said_by(error), kind="form", at=at)
     return replace(trial, seconds=seconds)
 
 
@@ -147,12 +147,13 @@ def _as_it_is(q: Query) -> bool:
     return q.nope.numel() * q.nope.element_size() > MOST_MIRRORED
 
 
-def said(error: BaseException) -> str:
-    """Return an exception's name and text; a stranger's exception may raise while it says what it is."""
+def said_by(error: BaseException) -> str:
+    """Return an exception of a tier as a sentence; its own words may raise too."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = str(error)
     except Exception:
-        return f"{type(error).__name__}: its text cannot be read"
+        text = "(its message cannot be read)"
+    return text if "Fix:" in text else f"{type(error).__name__}: {text}"
 
 
 def line_of(found: TracebackType | None) -> str:
