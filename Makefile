@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --no-build-
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare test lint bench docs clean
+.PHONY: help compare test lint bench aot docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(VENV)/.lint  ## ruff (rules and format) and mypy
 
 bench: $(VENV)/.test  ## time the CPU tiers (ARGS="paged --batch 4q1s4k")
 	$(BIN)/mla bench $(ARGS)
+
+aot: $(VENV)/.test  ## compile all Triton kernels with no GPU, hold them to budgets, write the table (ARGS="--all")
+	$(BIN)/python -m tiers.tier2_triton.aot_table $(ARGS)
 
 docs: $(VENV)/.docs  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -90,13 +90,19 @@ def compile_file(
     `tick(done, total)` is told of progress. Raises ImportError where triton is not installed, ValueError or TypeError
     where a target is unknown or the file declares nothing that can be compiled.
     """
-    if find_spec("triton") is None:
-        raise bad("triton", expected="triton >= 3.6", got="none", fix=EXTRA, kind=ImportError)
-    for target in targets:
-        _target(target)
+    _require_triton(targets)
     with _compiler():
         entries = declared(path)
-        results: list[Compiled] = []
+    return compile_entries(entries, targets, tick)
+
+
+def compile_entries(
+    entries: Sequence[Compile], targets: Sequence[str] = TARGETS, tick: Callable[[int, int], None] | None = None
+) -> list[Compiled]:
+    """Compile entries for every target, as `compile_file` does; their kernels were made without TRITON_INTERPRET."""
+    _require_triton(targets)
+    results: list[Compiled] = []
+    with _compiler():
         for entry in entries:
             for target in targets:
                 if tick is not None:
@@ -160,6 +166,13 @@ def kernel_of(entry: Compile) -> Any:
         got, fix = repr(kernel), "decorate it with triton.jit"
         raise bad("kernel", expected="a @triton.jit function", got=got, fix=fix, kind=TypeError)
     return kernel
+
+
+def _require_triton(targets: Sequence[str]) -> None:
+    if find_spec("triton") is None:
+        raise bad("triton", expected="triton >= 3.6", got="none", fix=EXTRA, kind=ImportError)
+    for target in targets:
+        _target(target)
 
 
 def _check(where: str, entry: Any) -> None:

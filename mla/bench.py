@@ -1,118 +1,235 @@
-"""Time a tier on a case that it gets right: medians with spread, plan and write and attend apart.
+"""Time tiers on a case that they get right: medians with spread, plan and write and attend apart, turn by turn.
 
 Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, P nope, R rope, V value.
 """
 
-import statistics
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mla.bench_scene import Scene, scene_of
 from mla.cache import CacheSpec, PagedLatentCache, slots_of
 from mla.conformance.cases import Case
-from mla.conformance.inputs import Inputs, make_inputs
-from mla.conformance.runner import Result, run_case
-from mla.errors import bad
+from mla.conformance.inputs import Inputs, make_inputs, poison
+from mla.conformance.runner import Result
+from mla.conformance.trial import line_of, said_by
 from mla.memory import LiveStorages
-from mla.need import Need
+from mla.need import Capacity, Need, normal_device
+from mla.state import AttentionState
 from mla.tier import Plan, Prepared, Tier
+from mla.timing import HostLap, Lap, Timing, lap_of, timed, timed_together, turns
 
-MOST_TURNS = 100
+__all__ = ["BenchResult", "Timing", "attend_calls", "bench_case", "bench_together", "timed", "timed_together"]
 
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call over `repeats` calls: the median, and the 10th and 90th percentile as the spread."""
-
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    repeats: int
+LEVELS = ("attend", "latent")
+MOST_CAPTURED = 16  # new tokens of a request: a longer step is no decode, and its launches do not count
+WAVES, MOST_SPLITS, FEWEST_SPLITS = 4, 256, 8
 
 
 @dataclass(frozen=True)
 class BenchResult:
     """One tier on one case: the gate it passed (or not: then there are no times), and its times.
 
-    `plan` is once per step for all layers, `write` and `attend` once per layer; `peak_bytes` are the
-    live storages of one plan and attend, `bound_bytes` what the plan says they can be at most, if it says so.
+    `plan` is once per step for all layers, by the host's clock, `write` and `attend` once per layer; `attend` is that
+    of the inner kernel where gate.level is "latent", and there is no plan then unless the kernel takes one. `first_ms`
+    is what prepare, plan, write and attend took together on this case the first time, compilation included;
+    `peak_bytes` are the live storages of one plan and attend, `bound_bytes` what the plan says they can be at most.
     """
 
     gate: Result
     plan: Timing | None = None
     write: Timing | None = None
     attend: Timing | None = None
+    first_ms: float | None = None
     peak_bytes: int = 0
     bound_bytes: int | None = None
 
 
-def timed(call: Callable[[], object], repeats: int, device: str = "cpu", warmup: int = 2) -> Timing:
-    """Return the timing of `call`, which is run `warmup` times before; on a GPU each call is waited for."""
-    if repeats < 1:
-        raise bad("repeats", expected="at least 1", got=str(repeats), fix="pass --repeats 10")
-    return timed_together([call], repeats, device, warmup)[0]
+@dataclass(eq=False)
+class Ready:
+    """A tier with all that comes before attend done, out (T, N, V) or (T, N, L) of the last call in `state`.
 
-
-def timed_together(
-    calls: list[Callable[[], object]], repeats: int, device: str = "cpu", warmup: int = 2, seconds: float = 0.0
-) -> list[Timing]:
-    """Return the timings of several calls that take turns, so that a slow moment of the machine hits them all alike.
-
-    Short calls take more turns than `repeats`: as many as `seconds` hold, at most MOST_TURNS.
+    `graph` says that its Need promises to be captured. An inner kernel is the tier's `attend_latent(q_latent, q_pe,
+    cache, prepared, plan, out)` where it has one, planned and captured as attend is, else its `latent`.
     """
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    samples: list[list[float]] = [[] for _ in calls]
-    began, i = time.perf_counter(), -1
-    while (i := i + 1) < warmup + repeats or (i < MOST_TURNS and time.perf_counter() - began < seconds):
-        for call, kept in zip(calls, samples, strict=True):
-            wait()
-            start = time.perf_counter()
-            call()
-            wait()
-            if i >= warmup:
-                kept.append((time.perf_counter() - start) * 1e3)
-    return [_timing(sorted(kept)) for kept in samples]
+
+    tier: Tier
+    need: Need
+    cache: PagedLatentCache
+    prepared: Prepared
+    plan: Plan
+    scene: Scene
+    graph: bool = False
+    state: AttentionState | None = None
+    first_ms: float = 0.0
+
+    def attend(self) -> AttentionState:
+        """Attend once at the scene's level, into the same buffers each time: out (T, N, V) or (T, N, L)."""
+        scene, given = self.scene, self.scene.inputs
+        if scene.level == "attend":
+            self.state = self.tier.attend(given.q, self.cache, self.prepared, self.plan, self.state)
+        elif hasattr(self.tier, "attend_latent"):
+            both = scene.q_latent, scene.q_pe
+            self.state = self.tier.attend_latent(*both, self.cache, self.prepared, self.plan, self.state)
+        else:
+            kernel: Any = self.tier
+            self.state = kernel.latent(scene.q_latent, scene.q_pe, self.cache, given.batch, self.need)
+        return self.state
+
+    def write(self) -> None:
+        """Write the step's new rows, kv_c (T, L) and k_pe (T, R), where they are already."""
+        given = self.scene.inputs
+        self.tier.write(self.cache, given.new_kv_c, given.new_k_pe, given.batch.slot_mapping)
+
+    def forget(self) -> None:
+        """Fill the last state, out (T, N, V), with NaN, so that it cannot pass for that of a later call."""
+        for part in self.state or ():
+            if part is not None:
+                part.fill_(float("nan"))
 
 
-def bench_case(tier: Tier, case: Case, repeats: int = 10, device: str = "cpu") -> BenchResult:
+def bench_case(tier: Tier, case: Case, repeats: int = 10, device: str = "cpu", level: str = "attend") -> BenchResult:
     """Check the tier on the case against the oracle's budget and time it only where it is right."""
-    gate = run_case(tier, case, device=device)
-    if gate.status != "ok":
-        return BenchResult(gate)
-    need, inputs = case.need(device), make_inputs(case, device)
-    cache, prepared, plan, attend = _ready(tier, need, inputs)
-    write = lambda: tier.write(cache, inputs.new_kv_c, inputs.new_k_pe, inputs.batch.slot_mapping)
-    bound: Any = plan.report.get("workspace_bound")
-    with LiveStorages() as storages:
-        tier.attend(inputs.q, cache, prepared, tier.plan(need, inputs.batch))
-    return BenchResult(
-        gate,
-        plan=timed(lambda: tier.plan(need, inputs.batch, plan), repeats, device),
-        write=timed(write, repeats, device),
-        attend=timed(attend, repeats, device),
-        peak_bytes=storages.peak,
-        bound_bytes=None if bound is None else int(bound),
-    )
+    return bench_together([tier], case, repeats, device, level)[0]
+
+
+def bench_together(
+    tiers: Sequence[Tier], case: Case, repeats: int = 10, device: str = "cpu", level: str = "attend", graph: bool = True
+) -> list[BenchResult]:
+    """Check tiers on a case and time those that are right there, turn by turn on the same tensors.
+
+    `level` "latent" times inner kernels: absorbed query (T, N, L) in, latent output (T, N, L) out. On a GPU a tier
+    whose Need may be captured is timed as a CUDA graph, unless `graph` is False. What the last timed call returned is
+    held against the truth once more.
+    """
+    device = normal_device(device)
+    scene = scene_of(case, device, level)
+    found = [_gated(tier, scene, graph) for tier in tiers]
+    gates, ready, laps = [gate for gate, _ in found], [one for _, one in found], dict[int, Lap]()
+    for i, one in enumerate(ready):
+        if one is not None and gates[i].ok:
+            try:
+                laps[i] = lap_of(one.attend, device, one.graph)
+            except Exception as error:  # a promise of Need.graph_capture that is not kept is a fault of the tier
+                gates[i] = _raised(one.tier, scene, error, "its attend cannot be captured as a graph: ")
+                continue
+            one.forget()
+    attended = dict(zip(laps, turns(list(laps.values()), repeats), strict=True))
+    return [
+        _result(one, gate, attended.get(i), repeats) for i, (one, gate) in enumerate(zip(ready, gates, strict=True))
+    ]
 
 
 def attend_calls(tiers: list[Tier], case: Case, device: str = "cpu") -> list[Callable[[], object]]:
     """Return, for each tier, a call that attends the case once, with everything before it done."""
-    inputs = make_inputs(case, device)
-    return [_ready(tier, case.need(device), inputs)[3] for tier in tiers]
+    need, inputs = case.need(device), make_inputs(case, device)
+
+    def call_of(tier: Tier) -> Callable[[], object]:
+        cache = tier.new_cache(CacheSpec(inputs.num_pages, need.page_size, need.layout, need.device))
+        _fill(tier, cache, inputs)
+        prepared, plan = tier.prepare(inputs.up, need), tier.plan(need, inputs.batch)
+        return lambda: tier.attend(inputs.q, cache, prepared, plan)
+
+    return [call_of(tier) for tier in tiers]
 
 
-def _ready(tier: Tier, need: Need, inputs: Inputs) -> tuple[PagedLatentCache, Prepared, Plan, Callable[[], object]]:
-    cache = tier.new_cache(CacheSpec(inputs.num_pages, need.page_size, need.layout, need.device))
+def captured_need(case: Case, device: str) -> Need:
+    """Return a case's Need with the promises that a step which is captured as a CUDA graph makes.
+
+    Capacity is the batch's own; as many splits as fill the GPU WAVES times over, FEWEST_SPLITS .. MOST_SPLITS.
+    """
+    b = case.batch
+    requests, units = len(b.query_lens), torch.cuda.get_device_properties(device).multi_processor_count
+    splits = max(FEWEST_SPLITS, min(MOST_SPLITS, -(-WAVES * units // max(1, requests))))
+    capacity = Capacity(requests, b.num_tokens, max(b.query_lens), max(b.seq_lens), splits)
+    return dataclasses.replace(case.need(device), graph_capture=True, capacity=capacity)
+
+
+def _gated(tier: Tier, scene: Scene, graph: bool) -> tuple[Result, Ready | None]:
+    """Return the gate of a tier, and the tier ready to be timed where its first call returned."""
+    case, device = scene.case, scene.device
+    refused = Result(case, tier.name, "refused", level=scene.level)
+    need, planned, promised = case.need(device), _planned(tier, scene), False
+    try:
+        reasons = tier.why_not(need)
+        if not reasons and not planned and getattr(tier, "latent", None) is None:
+            reasons = [f"{tier.name} has no inner kernel."]
+        if reasons:
+            return dataclasses.replace(refused, detail=" ".join(reasons)), None
+        if graph and planned and device.startswith("cuda") and max(case.batch.query_lens) <= MOST_CAPTURED:
+            wish = captured_need(case, device)
+            promised = not tier.why_not(wish)
+            need = wish if promised else need
+        one = _first(tier, need, scene)
+        one.graph, state = promised, one.attend()
+    except (Exception, SystemExit) as error:  # a stranger's code: what it raises is a row
+        return _raised(tier, scene, error), None
+    return scene.gate(tier, state), one
+
+
+def _planned(tier: Tier, scene: Scene) -> bool:
+    """Whether what is timed takes a plan: attend, or an inner kernel `attend_latent`."""
+    return scene.level == "attend" or hasattr(tier, "attend_latent")
+
+
+def _first(tier: Tier, need: Need, scene: Scene) -> Ready:
+    """Run every step once by the clock; filling the rest of the cache in between does not count."""
+    given, wait = scene.inputs, torch.cuda.synchronize if scene.device.startswith("cuda") else lambda: None
+    cache = tier.new_cache(CacheSpec(given.num_pages, need.page_size, need.layout, need.device))
+    poison(cache)
+    took, clock = [], time.perf_counter
+    wait()
+    start = clock()
+    tier.write(cache, given.new_kv_c, given.new_k_pe, given.batch.slot_mapping)
+    wait()
+    took.append(clock() - start)
+    _fill(tier, cache, given)
+    wait()
+    start = clock()
+    one = Ready(tier, need, cache, tier.prepare(given.up, need), tier.plan(need, given.batch), scene)
+    one.attend()
+    wait()
+    took.append(clock() - start)
+    one.first_ms = 1e3 * sum(took)
+    return one
+
+
+def _result(one: Ready | None, gate: Result, attended: Timing | None, repeats: int) -> BenchResult:
+    """Judge what the last timed attend returned; time plan and write beside it, and count the memory."""
+    if one is None or attended is None or one.state is None:
+        return BenchResult(gate)
+    after = one.scene.judged(one.tier, one.state)
+    if not after.ok:
+        detail = f"right before it was timed and wrong after: {after.detail or after.status}"
+        return BenchResult(dataclasses.replace(after, detail=detail))
+    tier, need, given, device = one.tier, one.need, one.scene.inputs, one.scene.device
+    planned = _planned(tier, one.scene)
+    graph = one.graph and type(tier).write is not Tier.write  # the default looks at its slots on the host
+    bound: Any = one.plan.report.get("workspace_bound")
+    try:
+        lap = lap_of(one.write, device, graph)
+    except RuntimeError:  # only attend is promised to be captured; the timing says how it was taken
+        lap = lap_of(one.write, device)
+    write = turns([lap], repeats)[0]
+    one.state = None
+    with LiveStorages() as storages:
+        one.plan = tier.plan(need, given.batch) if planned else one.plan
+        one.attend()
+    plan = turns([HostLap(lambda: tier.plan(need, given.batch, one.plan))], repeats)[0] if planned else None
+    bound_bytes = None if bound is None or not planned else int(bound)
+    return BenchResult(gate, plan, write, attended, one.first_ms, storages.peak, bound_bytes)
+
+
+def _fill(tier: Tier, cache: PagedLatentCache, inputs: Inputs) -> None:
+    """Write the keys of every request the tier's way."""
     for b, (kv_c, k_pe) in enumerate(inputs.keys):
-        tier.write(cache, kv_c, k_pe, slots_of(inputs.batch.block_table[b], 0, kv_c.shape[0], need.page_size))
-    prepared, plan = tier.prepare(inputs.up, need), tier.plan(need, inputs.batch)
-    return cache, prepared, plan, lambda: tier.attend(inputs.q, cache, prepared, plan)
+        tier.write(cache, kv_c, k_pe, slots_of(inputs.batch.block_table[b], 0, kv_c.shape[0], cache.page_size))
 
 
-def _timing(sorted_ms: list[float]) -> Timing:
-    n = len(sorted_ms)
-    at = lambda share: sorted_ms[min(n - 1, int(share * n))]
-    return Timing(statistics.median(sorted_ms), at(0.1), at(0.9), n)
+def _raised(tier: Tier, scene: Scene, error: BaseException, before: str = "") -> Result:
+    detail, at = before + said_by(error), line_of(error.__traceback__)
+    return Result(scene.case, tier.name, "raised", detail=detail, at=at, level=scene.level)

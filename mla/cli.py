@@ -3,7 +3,6 @@
 Imports are inside functions, so that `mla --help` does not wait for torch.
 """
 
-from itertools import product
 from typing import Annotated, Any
 
 import typer
@@ -196,40 +195,20 @@ def bench(
     tiers: Annotated[list[str] | None, options.TIERS] = None,
     batches: Annotated[list[str] | None, options.BATCHES] = None,
     repeats: Annotated[int, options.REPEATS] = 10,
+    level: Annotated[str, options.TIMED] = "attend",
     gpu: Annotated[str | None, options.CEILING] = None,
     beside: Annotated[str | None, options.BESIDE] = None,
+    graph: Annotated[bool, options.GRAPH] = True,
 ) -> Outcome:
-    """Time tiers on batches, each only after it was right there.
+    """Time tiers on batches, each only after it was right there; on a GPU beside its measured ceilings.
 
     Exit code 0: all timed; 1: a tier is wrong and was not timed; 2: a tier refused, or bad usage.
     """
-    from mla.bench import bench_case
-    from mla.commands.figures import bench_blocks
-    from mla.commands.output import progress
-    from mla.commands.records import bench_record, model_record
-    from mla.commands.resolve import case_of, decode_step_of, device_of, dtype_of, gpu_of, layout_of, model_of
-    from mla.peers import decode_beside_transformers
+    from mla.commands.bench import bench as body
 
-    s, config, device = run.settings, model_of(run.settings), device_of(run.settings)
-    ceiling = gpu_of(gpu, dtype_of(s).itemsize) if gpu else None
-    cases = [case_of(s, config, batch) for batch in batches or ["4q1s4k"]]
-    steps = [decode_step_of(s, case, beside) for case in cases] if beside else []
-    found = {name: tier_of(parse_tier(name), s) for name in tiers or ["paged"]}
-    results: list[tuple[str, Any]] = []
-    peers: list[tuple[Any, Any]] = []
-    total = len(cases) * len(found) + len(steps)
-    with progress("bench", "timings") as tick:
-        for case, name in product(cases, found):
-            tick(len(results), total)
-            results.append((name, bench_case(found[name], case, repeats, device)))
-        for case, (count, context) in zip(cases, steps, strict=False):
-            tick(len(results) + len(peers), total)
-            right = [found[name] for name, r in results if r.gate.case == case and r.gate.ok]
-            peers.append(
-                (case, decode_beside_transformers(config, right, context=context, batch=count, repeats=repeats))
-            )
-    record = bench_record(model_record(s, config, layout_of(s, config)), config, results, ceiling, peers)
-    return Outcome(record, bench_blocks, EXIT[record["status"]])
+    found = lambda s: {name: tier_of(parse_tier(name), s) for name in tiers or ["paged"]}
+    record, blocks = body(run, found, batches or ["4q1s4k"], repeats, level, gpu, beside, graph)
+    return Outcome(record, blocks, EXIT[record["status"]])
 
 
 @command(

@@ -5,7 +5,9 @@ Axes: T new tokens (packed over requests), N heads, H hidden, Lq query rank, L K
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,11 +20,39 @@ from mla.config import MLAConfig
 from mla.errors import bad
 from mla.need import Need
 from mla.projections import Query, project_latent, project_output, project_query
+from mla.rope import amplitude, inverse_frequencies
 from mla.tier import Plan, Tier, check_attend, refuse
 from mla.weights import MLAWeights, hf_shapes
 
 # What a layer takes from config and weights; every other field of Need is the caller's choice.
 DERIVED = ("N", "L", "P", "R", "V", "softmax_scale", "layout", "page_size", "dtype", "device")
+
+
+@dataclass(frozen=True, eq=False)
+class InputSide:
+    """What `fused_input` needs of a layer: the steps between the projections and attention, made once per layer.
+
+    RMSNorm of kv_c: `kv_norm` (L,) in the weights' dtype, `eps`, and `multiplier` after it. Rotation of k_pe and q_pe:
+    `turns` (R/2,) int64, how far a pair turns per token in units of 2^-64 turns, 0 where nothing is rotated: the int64
+    product with a position wraps around where whole turns do, so that the angle is exact at any position. `amplitude`
+    is a factor on cos and sin, and pairs are (2i, 2i+1) if `interleaved`, else (i, i + R/2).
+    Source: DeepSeek-V2 (arXiv 2405.04434) eqs. 9, 14 and 15.
+    """
+
+    kv_norm: Tensor
+    eps: float
+    multiplier: float
+    turns: Tensor
+    amplitude: float
+    interleaved: bool
+
+    @classmethod
+    def of(cls, weights: MLAWeights, config: MLAConfig) -> Self:
+        """Take it from weights, kv_norm (L,) and their device, and config; raises ValueError for "longrope"."""
+        rope = config.rope
+        turns = (inverse_frequencies(rope, config.R) * (2.0**63 / math.pi)).round().to(torch.int64)
+        norm = weights.kv_norm, config.rms_norm_eps, config.kv_lora_multiplier
+        return cls(*norm, turns.to(weights.kv_norm.device), amplitude(rope), rope.interleaved)
 
 
 class MLALayer(nn.Module):
@@ -41,6 +71,12 @@ class MLALayer(nn.Module):
     like, and `load_state_dict`, prepare again from the new weights, or change nothing when refused; older plans, and
     caches of another layout, are then refused by name. `state_dict` has the Hugging Face names. A weight that is
     written to in place is not noticed. Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, eqs. 9 to 19.
+
+    A tier may have a method `fused_input(q, kv_c, k_pe, side, cache, batch) -> Query` beside the contract. Then it is
+    called in place of norm, rotation and `write`: q.pe (T, N, R) and k_pe (T, R) not yet rotated, kv_c (T, L) not yet
+    normed, of any row strides, and `side`, an `InputSide`. It returns nope as it came beside the rotated pe (T, N, R),
+    in their dtype, and has written the finished rows to `cache` at `batch.slot_mapping`, -1 skipped. What is right is
+    what `project` and `write` do, but for fewer roundings. Checks come first, so nothing is written by a wrong call.
     """
 
     def __init__(
@@ -60,6 +96,7 @@ class MLALayer(nn.Module):
             raise bad("tier", expected="a tier", got=repr(tier), fix="tiers.get('paged') makes one", kind=TypeError)
         _check_options(options)
         self.config, self.tier = config, tier
+        self._unrotated = config.replace(rope=dataclasses.replace(config.rope, type="none"))
         self._layout, self._options = layout, {"page_size": page_size, **options}
         self._adopt(weights)
 
@@ -74,6 +111,7 @@ class MLALayer(nn.Module):
         need = Need(**dims, softmax_scale=scale, layout=layout, dtype=W_UK.dtype, device=device, **self._options)
         refuse(self.tier, need)
         prepared = self.tier.prepare(weights.up, need)
+        self._side = InputSide.of(weights, config) if hasattr(self.tier, "fused_input") else None
         self.weights, self.need, self.prepared = weights, need, prepared
 
     def new_cache(self, pages: int) -> PagedLatentCache:
@@ -105,6 +143,15 @@ class MLALayer(nn.Module):
         q = project_query(hidden, positions, self.weights, self.config)
         return q, *project_latent(hidden, positions, self.weights, self.config)
 
+    def _project_raw(self, hidden: Tensor, positions: Tensor) -> tuple[Query, Tensor, Tensor]:
+        """`project` up to what `fused_input` does: nothing is rotated, kv_c is not normed."""
+        w = self.weights
+        q = project_query(hidden, positions, w, self._unrotated)
+        kv_c, k_pe = hidden @ w.W_DKV, hidden @ w.W_KR
+        if w.b_DKV is not None and w.b_KR is not None:
+            kv_c, k_pe = kv_c + w.b_DKV, k_pe + w.b_KR
+        return q, kv_c, k_pe
+
     def forward(
         self,
         hidden: Tensor,
@@ -130,9 +177,13 @@ class MLALayer(nn.Module):
         plan = self.plan(batch) if plan is None else plan
         if plan.batch is not batch:
             raise bad("plan", expected="this batch's plan", got="another batch's", fix="layer.plan(batch, into=plan)")
-        q, kv_c, k_pe = self.project(hidden, batch.positions)
+        side = self._side
+        q, kv_c, k_pe = (self.project if side is None else self._project_raw)(hidden, batch.positions)
         check_attend(q, cache, self.prepared, plan, None)
-        self.tier.write(cache, kv_c, k_pe, batch.slot_mapping)
+        if side is None:
+            self.tier.write(cache, kv_c, k_pe, batch.slot_mapping)
+        else:
+            q = self.tier.fused_input(q, kv_c, k_pe, side, cache, batch)  # type: ignore[attr-defined]
         state = self.tier.attend(q, cache, self.prepared, plan)
         return project_output(state.out.to(hidden.dtype), self.weights)
 

@@ -10,6 +10,7 @@ T new tokens (packed over requests), S cached tokens, H hidden, N heads, L KV ra
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,12 @@ from mla.accuracy import Reference, compare, reference
 from mla.batch import AttentionBatch
 from mla.cache import FloatRows, PagedLatentCache
 from mla.config import MLAConfig, RopeConfig
-from mla.layer import MLALayer
+from mla.layer import InputSide, MLALayer
 from mla.need import Capacity, Need
 from mla.oracle import oracle
 from mla.presets import V3, preset
-from mla.projections import Query, UpProjection, project_output
-from mla.rope import amplitude, inverse_frequencies
+from mla.projections import Query, UpProjection, project_output, rms_norm
+from mla.rope import amplitude, apply_rope, inverse_frequencies
 from mla.tier import Plan, Prepared, Tier
 from mla.weights import MLAWeights, hf_shapes
 
@@ -387,6 +388,77 @@ def test_the_ranks_of_a_tensor_parallel_layer_sum_to_the_whole(tier: str) -> Non
     expected, bound = plain_layer(hidden, weights, config)
     assert float((sum(parts) - expected).abs().max()) <= bound
     assert float((parts[0] - expected).abs().max()) > 0.1
+
+
+# A tier that takes norm, rotation and write into its own hands
+
+
+class Fused(Tier):
+    """The naive tier with a plain `fused_input`; counts its calls."""
+
+    def __init__(self) -> None:
+        self.inner, self.calls = tier_of("naive:mha"), 0
+        self.name, self.why_not, self.prepare, self.plan = (
+            getattr(self.inner, name) for name in ("name", "why_not", "prepare", "plan")
+        )
+
+    def write(self, *_: Any) -> None:
+        raise AssertionError("fused_input writes")
+
+    def attend(self, q: Query, cache: PagedLatentCache, *rest: Any) -> Any:
+        return self.inner.attend(q, cache, *rest)
+
+    def fused_input(
+        self, q: Query, kv_c: Tensor, k_pe: Tensor, side: InputSide, cache: PagedLatentCache, batch: AttentionBatch
+    ) -> Query:
+        self.calls += 1
+        angles = (batch.positions[:, None] * side.turns).to(FLOAT64) * (2 * math.pi / 2**64)
+        cos, sin = angles.cos() * side.amplitude, angles.sin() * side.amplitude
+        normed = rms_norm(kv_c, side.kv_norm, side.eps) * side.multiplier
+        cache.write(normed, apply_rope(k_pe, cos, sin, side.interleaved), batch.slot_mapping)
+        return Query(q.nope, apply_rope(q.pe, cos, sin, side.interleaved))
+
+
+YARN = RopeConfig(type="yarn", factor=40.0, original_max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "yarn"])
+def test_a_layer_whose_tier_fuses_the_input_is_the_plain_layer(name: str) -> None:
+    tier, config = Fused(), (CONFIGS | {"yarn": CONFIG.replace(rope=YARN)})[name]
+    layer = make_layer(tier, config)
+    hidden = [draw(n, CONFIG.H, seed=n) for n in LENGTHS]
+    for found, h in zip(replay(layer, hidden, SCHEDULES["chunks"]), hidden, strict=True):
+        assert_plain(found, h, layer)
+    assert tier.calls == len(SCHEDULES["chunks"])
+
+
+def test_a_wrong_call_never_reaches_a_fused_input() -> None:
+    tier = Fused()
+    layer, hidden, batch = make_layer(tier), draw(6, CONFIG.H), batch_of((6,), (6,))
+    cache, other = poisoned(layer), make_layer(Fused(), layout=FloatRows(CONFIG.L, CONFIG.R, torch.float32))
+    calls = {
+        r"hidden: expected shape \(T, 40\)": lambda: layer(draw(6, 39), cache, batch),
+        r"hidden: .*float64.*got torch.float32": lambda: layer(hidden.float(), cache, batch),
+        r"positions: expected shape \(7,\)": lambda: layer(draw(7, CONFIG.H), cache, batch),
+        r"cache\.page_size": lambda: layer(hidden, dataclasses.replace(cache, page_size=8), batch),
+        r"cache\.num_pages": lambda: layer(hidden, layer.new_cache(PAGES - 1), batch),
+        r"plan": lambda: layer(hidden, cache, batch, other.plan(batch)),
+    }
+    for match, call in calls.items():
+        with pytest.raises((ValueError, TypeError), match=match):
+            call()
+    assert tier.calls == 0
+
+
+def test_a_layer_with_other_weights_has_their_input_side() -> None:
+    layer, hidden, batch = make_layer(Fused()), draw(6, CONFIG.H), batch_of((6,), (6,))
+    other = make_layer(Fused(), weights=MLAWeights.random(CONFIG, 7, FLOAT64))
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(hidden, poisoned(layer), batch), other(hidden, poisoned(other), batch))
+    layer.to(torch.float32)
+    built = make_layer(Fused(), weights=layer.weights)
+    hidden = hidden.float()
+    assert torch.equal(layer(hidden, poisoned(layer), batch), built(hidden, poisoned(built), batch))
 
 
 # Profiling call

@@ -22,9 +22,10 @@ ENTRY_POINTS = "mla.tiers"
 _OURS: dict[str, tuple[str, str]] = {
     "naive": ("tiers.tier0_naive", "NaiveTier"),
     "paged": ("tiers.tier1_paged", "PagedTier"),
+    "triton": ("tiers.tier2_triton.tier", "TritonTier"),
     "template": ("tiers.template", "tier"),
 }
-_AUTO = ("paged", "naive")
+_AUTO = ("triton", "paged", "naive")
 
 
 def names() -> list[str]:

@@ -11,22 +11,54 @@ from mla.commands.report import Record, count, mebi, model_line, number, ratio, 
 
 def bench_blocks(record: Record) -> list[Block]:
     """Lay out timings beside the machine they were taken on; a tier that is wrong or refuses has none."""
+    on_gpu, bound = record["device"] is not None, record["gpu"] is not None
+    unit, rate = ("us", "TFLOP/s") if on_gpu else ("ms", "GFLOP/s")
+    timed = "kernel" if record["level"] == "latent" else "attend"
     titles = (
-        *("tier", "batch", "gate", "out error\n/budget", "attend ms\nmedian", "attend ms\np10", "attend ms\np90"),
-        *("plan\nms", "write\nms", "tokens/s", "GFLOP/s", "GB/s", "cache\nB/token", "MHA\nB/token"),
-        *("workspace\nMiB", "at most\nMiB"),
-        *(("bound\nms", "times\nbound") if record["gpu"] else ()),
+        *("tier", "batch", "gate", "out error\n/budget"),
+        *(f"{timed} {unit}\n{which}" for which in ("median", "p10", "p90")),
+        *("plan\nus", f"write\n{unit}", "tokens/s", rate, "GB/s"),
+        *(("% of\ncopy", "% of\nmatmul", "timed\nby") if on_gpu else ()),
+        *(("bound\nms", "times\nbound", "% of\nroofline") if bound else ()),
+        *("cache\nB/token", "MHA\nB/token", "workspace\nMiB", "at most\nMiB"),
     )
-    rows = [_bench_row(row, record["gpu"] is not None) for row in record["rows"]]
-    where = record["environment"]
+    rows = [_bench_row(row, on_gpu, bound) for row in record["rows"]]
+    gates = [{**row, "name": f"{row['tier']} on {row['batch']}"} for row in record["rows"] if row["status"] != "ok"]
+    notes = "\n".join([LEVEL_LINES[record["level"]], BENCH_LINES, *_first_calls(record), *([GPU_LINES] * on_gpu)])
+    grid = Grid(titles, rows, keys=2, cuts=(9,))
+    return [_bench_head(record), grid, notes, *_layer_blocks(record), *sentences_of(gates)]
+
+
+def _bench_head(record: Record) -> dict[str, str]:
+    where, device, gpu = record["environment"], record["device"], record["gpu"]
     machine = f"{where['cpu']}, {where['cpus']} cpus, {where['threads']} threads; device {where['device']}"
     head = {"model": model_line(record["model"]), "machine": machine, "torch": where["torch"]}
-    if record["gpu"]:
-        gpu = record["gpu"]
+    if device:
+        said = lambda name, unit: "-" if device[name] is None else f"{device[name]:.0f} {unit}"
+        head["gpu"] = f"{device['name']} ({device['arch']}, {device['units']} units), driver {device['driver'] or '-'}"
+        head["under load"] = (
+            f"SM clock {said('sm_clock_mhz', 'MHz')} of {said('sm_clock_max_mhz', 'MHz')}, memory clock "
+            f"{said('memory_clock_mhz', 'MHz')}, {said('power_w', 'W')} of {said('power_limit_w', 'W')}, "
+            f"{said('temperature_c', 'C')}"
+        )
+        head["versions"] = f"CUDA {device['cuda'] or '-'}, HIP {device['hip'] or '-'}, triton {device['triton'] or '-'}"
+        head["measured"] = (
+            f"copy {device['copy_bytes_per_second'] / 1e9:.0f} GB/s (read + written), "
+            f"{device['matmul_dtype']} matmul {device['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s"
+        )
+    if gpu:
         rates = f"{gpu['flops'] / 1e12:g} TFLOP/s, {gpu['bandwidth'] / 1e9:g} GB/s"
         head["bound"] = f"{gpu['name']}: {rates} ({gpu['source']}), by the faster form"
-    gates = [{**row, "name": f"{row['tier']} on {row['batch']}"} for row in record["rows"] if row["status"] != "ok"]
-    return [head, Grid(titles, rows, keys=2, cuts=(9,)), BENCH_LINES, *_layer_blocks(record), *sentences_of(gates)]
+    return head
+
+
+def _first_calls(record: Record) -> list[str]:
+    first: dict[str, float] = {}
+    for row in record["rows"]:
+        if row["first_ms"] is not None:
+            first.setdefault(row["tier"], row["first_ms"])
+    said = ", ".join(f"{name} {ms:,.0f} ms" for name, ms in first.items())
+    return [f"First prepare, plan, write and attend, compilation included: {said}."] if first else []
 
 
 def _layer_blocks(record: Record) -> list[Block]:
@@ -55,23 +87,34 @@ def _layer_blocks(record: Record) -> list[Block]:
     return [Grid(titles, rows, keys=2), note]
 
 
+LEVEL_LINES = {
+    "attend": "One layer, level attend: query (T, N, P + R) in, output (T, N, V) out, absorption and W_UV included.",
+    "latent": "One layer, level latent: the inner kernel alone, absorbed query (T, N, L + R) in, (T, N, L) out.",
+}
 BENCH_LINES = """\
-One layer. gate: a tier is timed only where it meets the error budget on that batch. plan: once per step for all layers.
-GFLOP/s and GB/s count the work of the form with fewer FLOPs, whichever the tier computes. workspace: the most that plan
+gate: a tier is timed only where it meets the error budget on that batch. plan: once per step for all layers.
+The FLOPs and bytes are those of the form with fewer FLOPs, whichever the tier computes. workspace: the most that plan
 and attend held at once; at most: what the plan had promised before, whatever the context."""
+GPU_LINES = "Timed behind a cold L2, the tiers in turn; by: a replayed CUDA graph, or events around the launches."
 
 
-def _bench_row(row: Record, bound: bool) -> tuple[str, ...]:
+def _bench_row(row: Record, on_gpu: bool, bound: bool) -> tuple[str, ...]:
     attend, plan, write = (row[part] or {} for part in ("attend", "plan", "write"))
-    times = (attend.get("median_ms"), attend.get("low_ms"), attend.get("high_ms"), plan.get("median_ms"))
+    scale = lambda ms, factor: None if ms is None else ms * factor
+    digits, factor, giga = (1, 1e3, 1e-3) if on_gpu else (3, 1.0, 1.0)
     memory = ("-" if row[key] is None else mebi(row[key]) for key in ("peak_workspace_bytes", "workspace_bound_bytes"))
+    shares = (number(row["percent_of_copy"], 1), number(row["percent_of_matmul"], 1), attend.get("how", "-"))
+    bounds = (number(row["bound_ms"], 3), number(row["times_bound"], 1), number(row["percent_of_roofline"], 1))
     return (
         *(row["tier"], row["batch"], row["status"], ratio(row["used_out"] if row["status"] != "refused" else None)),
-        *(number(ms, 3) for ms in (*times, write.get("median_ms"))),
+        *(number(scale(attend.get(f"{which}_ms"), factor), digits) for which in ("median", "low", "high")),
+        number(scale(plan.get("median_ms"), 1e3), 1),
+        number(scale(write.get("median_ms"), factor), digits),
         number(row["tokens_per_second"], 0),
-        *(number(row["gflops_per_second"], 2), number(row["gbytes_per_second"], 2)),
+        *(number(scale(row["gflops_per_second"], giga), 2), number(row["gbytes_per_second"], 2)),
+        *(shares if on_gpu else ()),
+        *(bounds if bound else ()),
         *(str(row["cache_bytes_per_token"]), str(row["mha_bytes_per_token"]), *memory),
-        *((number(row["bound_ms"], 3), number(row["times_bound"], 1)) if bound else ()),
     )
 
 

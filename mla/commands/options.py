@@ -90,4 +90,6 @@ FILE = typer.Option("--file", metavar="FILE", help="Where the tables are kept. [
 BESIDE = typer.Option(metavar="transformers", help="Time whole layers too, with that library's attention module.")
 CEILING = typer.Option(metavar="GPU", help="Put a roofline beside: a known GPU, or NAME:TFLOPS:GBPS.")
 REPEATS = typer.Option(metavar="N", min=1, help="Timed calls; two more warm up.")
+TIMED = typer.Option("--level", metavar="attend|latent", help="Whole tiers, or their inner kernels alone.")
+GRAPH = typer.Option("--graph/--no-graph", help="--no-graph: time by events on a GPU, even what can be captured.")
 BATCHES = typer.Option("--batch", metavar="SPEC", help="Requests as COUNTqNEWsKEYS, such as 4q1s4k. May be repeated.")

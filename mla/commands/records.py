@@ -16,6 +16,7 @@ from mla.cost import (
     expanded_cost,
     grouped_name,
     kv_bytes_per_token,
+    latent_cost,
 )
 from mla.roofline import break_even_roofline, cost_report
 from mla.settings import RunSettings
@@ -84,13 +85,20 @@ def _place(at: tuple[int, int, int, int] | None) -> Record | None:
 
 
 def bench_record(
-    model: Record, config: Any, results: Sequence[tuple[str, Any]], gpu: Any, peers: Sequence[tuple[Any, Any]]
+    model: Record,
+    config: Any,
+    results: Sequence[tuple[str, Any]],
+    gpu: Any,
+    peers: Sequence[tuple[Any, Any]],
+    device: Record | None = None,
+    level: str = "attend",
 ) -> Record:
     """Describe timings: for each tier and batch the gate, the times, and rates that count the cheaper form's work.
 
+    `gpu` holds the ceilings of a roofline, `device` the facts and the measured ceilings of a GPU that was timed on.
     `peers` holds, for each case, the timings of whole layers, the other library's first.
     """
-    rows = [_bench_row(name, result, model, config, gpu) for name, result in results]
+    rows = [_bench_row(name, result, model, config, gpu, device) for name, result in results]
     statuses = {row["status"] for row in rows}
     wrong = statuses - {"ok", "refused"}
     status = "failed" if wrong else "refused" if "refused" in statuses else "ok"
@@ -108,34 +116,52 @@ def bench_record(
     ]
     return {
         "status": status,
+        "level": level,
         "model": {**model, "softmax_scale": scale},
         "gpu": ceiling,
+        "device": device,
         "rows": rows,
         "layers": layers,
     }
 
 
-def _bench_row(name: str, result: Any, model: Record, config: Any, gpu: Any) -> Record:
+def _bench_row(name: str, result: Any, model: Record, config: Any, gpu: Any, device: Record | None) -> Record:
     gate = result.gate
     case, row, ready = gate.case, model["row_bytes"], result.attend is not None
     counts = count_batch(case.batch.query_lens, case.batch.seq_lens)
     itemsize = case.torch_dtype.itemsize
-    forms = [form(config, counts, itemsize=itemsize, row_bytes=row) for form in (expanded_cost, absorbed_cost)]
+    made = (latent_cost,) if gate.level == "latent" else (expanded_cost, absorbed_cost)
+    forms = [form(config, counts, itemsize=itemsize, row_bytes=row) for form in made]
     cheaper, bound = min(forms, key=lambda c: c.flops), None if gpu is None else min(map(gpu.seconds, forms)) * 1e3
     seconds = result.attend.median_ms / 1e3 if ready else None
-    times = {part: dataclasses.asdict(getattr(result, part)) if ready else None for part in ("attend", "plan", "write")}
+    times = {part: _plain(getattr(result, part)) for part in ("attend", "plan", "write")}
+    share = lambda work, rate: 100 * work / seconds / device[rate] if seconds and device else None
     return {
-        "tier": name, "batch": case.batch.name, "case": case.id, "status": gate.status,
-        "reasons": [gate.detail] if gate.detail else [], "used_out": gate.used_out, "used_lse": gate.used_lse, **times,
+        "tier": name, "batch": case.batch.name, "case": case.id, "level": gate.level, "status": gate.status,
+        "reasons": _reasons(gate), "used_out": gate.used_out, "used_lse": gate.used_lse, **times,
+        "first_ms": result.first_ms,
         "tokens_per_second": counts.tokens / seconds if seconds else None,
         "counted_form": cheaper.form, "flops": cheaper.flops, "bytes": cheaper.bytes,
         "gflops_per_second": cheaper.flops / seconds / 1e9 if seconds else None,
         "gbytes_per_second": cheaper.bytes / seconds / 1e9 if seconds else None,
         "bound_ms": bound, "times_bound": seconds * 1e3 / bound if seconds and bound else None,
+        "percent_of_roofline": 100 * bound / seconds / 1e3 if seconds and bound else None,
+        "percent_of_copy": share(cheaper.bytes, "copy_bytes_per_second"),
+        "percent_of_matmul": share(cheaper.flops, "matmul_flops_per_second"),
         "cache_bytes_per_token": row, "mha_bytes_per_token": model["mha_bytes"],
         "peak_workspace_bytes": result.peak_bytes if ready else None,
         "workspace_bound_bytes": result.bound_bytes,
     }  # fmt: skip
+
+
+def _reasons(gate: Any) -> list[str]:
+    if gate.detail or gate.status != "mismatch":
+        return [gate.detail] if gate.detail else []
+    return [f"out takes {gate.used_out:.3g} and the LSE {gate.used_lse:.3g} of the budget; the worst is {gate.where}."]
+
+
+def _plain(timing: Any) -> Record | None:
+    return None if timing is None else dataclasses.asdict(timing)
 
 
 def tune_record(settings: RunSettings, file: str, table: Any, regret: Any) -> Record:

@@ -1,0 +1,257 @@
+"""The absorbed half of the Triton tier: rounds of tokens, their work lists on the device, and the scratch they take.
+
+A round is what runs at once: the scratch for latent queries, latent outputs and partial states is bounded, so a long
+query goes through in several. Where a graph is to be captured there is one round, its lists have the size that the
+capacity allows, and they stay where they are when the plan is refilled.
+
+Axes: T new tokens (packed over requests), t tokens of a round, B requests, N heads, L KV rank, P nope, R rope, V value,
+M rows of a tile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mla.batch import AttentionBatch
+from mla.cache import PagedLatentCache
+from mla.need import Need
+from mla.projections import Query, UpProjection
+from mla.state import AttentionState
+from mla.tier import Plan
+from tiers.tier2_triton.launch import Tile, decode_tile, device
+from tiers.tier2_triton.schedule import FIELDS, INVARIANT_SPLIT, Piece, Work, most_tiles, schedule
+
+ROUND_BYTES = 1 << 28  # of latent queries, and of partial states
+FEW_PARTS = 4
+
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass
+class Round:
+    """One launch: `rows` of the batch, a slice or (t,) int64, their row_kv_lens (t,), and int32 lists on the device.
+
+    items (n, 8), merges (tiles, 8), counts (2,), block_table (B, max_pages).
+    """
+
+    rows: slice | Tensor
+    tokens: int
+    tile: Tile
+    in_order: bool
+    items: Tensor
+    merges: Tensor
+    counts: Tensor
+    row_kv_lens: Tensor
+    block_table: Tensor
+    slots: int
+
+
+def dot_dtype(need: Need) -> torch.dtype:
+    """dtype of the products with cached rows: the query's, or float32 where the rows have another."""
+    return need.dtype if need.layout.storage_dtype == need.dtype else torch.float32
+
+
+def programs(need: Need, tile: Tile) -> int:
+    """Return how many programs run at once: two a processor with 16 rows, one with more."""
+    return device(need.device, need.arch).processors * (2 if tile[0] == 16 else 1)
+
+
+def prepare_absorbed(up: UpProjection, need: Need) -> dict[str, Tensor]:
+    """Put heads first: W_UK (N, P, L) and W_UV (N, L, V), contiguous, in the dtype of the products.
+
+    Weights wider than the query are kept as they are, and the products are made in float32.
+    """
+    W_UK, W_UV = (W.detach().to(torch.promote_types(W.dtype, dot_dtype(need))) for W in up)
+    return {"W_UK": W_UK.permute(1, 2, 0).contiguous(), "W_UV": W_UV.permute(1, 0, 2).contiguous()}
+
+
+def tile_of(need: Need, batch: AttentionBatch, requests: Sequence[int]) -> Tile:
+    """Return the tile for these requests; in batch-invariant mode and for graphs it follows from the Need alone."""
+    query_len = max((batch.query_lens_host[b] for b in requests), default=1)
+    if need.batch_invariant:
+        query_len = 1
+    elif need.graph_capture and need.capacity is not None:
+        query_len = need.capacity.max_query_len
+    tile = decode_tile(need.arch, dot_dtype(need), need.L, need.R, max(1, query_len) * need.N)
+    assert tile is not None, "why_not has refused"
+    return tile
+
+
+def plan_absorbed(
+    need: Need, batch: AttentionBatch, requests: Sequence[int], old: list[Round] | None = None
+) -> list[Round]:
+    """Cut the requests' tokens into rounds and upload their work; rows of no request join the last one.
+
+    With Need.graph_capture the lists of `old` are filled again, so that a captured graph reads the new ones.
+    """
+    tile = tile_of(need, batch, requests)
+    groups = _pieces(need, batch, requests, tile)
+    if need.graph_capture:
+        return [_fixed_round(need, batch, [p for g in groups for p in g], tile, old)]
+    return [_round(need, batch, group, tile) for group in groups]
+
+
+def absorbed_sizes(need: Need, rounds: list[Round]) -> Sizes:
+    """Return the scratch of all rounds, (shape, dtype) by name; for a Need with a capacity whatever the batch is."""
+    tokens = max((r.tokens for r in rounds), default=0)
+    states = max((r.slots * r.tile[0] for r in rounds), default=0)
+    if need.capacity is not None and not need.graph_capture:
+        c, tokens, states = need.capacity, 0, 0
+        for rows in (need.N, need.N * c.max_query_len):
+            tile = decode_tile(need.arch, dot_dtype(need), need.L, need.R, rows)
+            if tile is not None:
+                most = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens, c.max_query_len)
+                states = max(states, min(most, _slot_budget(need, tile)) * tile[0] + 2 * programs(need, tile) * tile[0])
+                tokens = max(tokens, min(c.max_tokens, _token_budget(need)))
+        if need.batch_invariant:
+            states = max(states, -(-c.max_seq_len // INVARIANT_SPLIT) * 2 * max(64, need.N))
+            states = max(states, _slot_budget(need, tile_of(need, _no_batch(need), [])) * 64)
+    wide, dtype = tokens * need.N, dot_dtype(need)
+    sizes: Sizes = {"part": ((states, need.L), torch.float32), "part_lse": ((states,), torch.float32)}
+    sizes |= {"q_latent": ((wide, need.L), dtype), "latent": ((wide, need.L), dtype)}
+    if dtype == torch.float16:
+        sizes["row_scale"] = ((wide,), torch.float32)
+    return sizes
+
+
+def attend_round(
+    step: Round, q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Attend a round's rows of q, nope (T, N, P) and pe (T, N, R): out (t, N, V) and lse (t, N) in new tensors."""
+    from tiers.tier2_triton.ops import attend_absorbed
+
+    need, dtype, t = plan.need, dot_dtype(plan.need), step.tokens
+    nope, pe = q.nope[step.rows], q.pe[step.rows]
+    W_UK, W_UV = data["W_UK"], data["W_UV"]
+    M, keys, warps, stages = step.tile
+    part = plan.scratch("part", (step.slots, M, need.L), torch.float32)
+    part_lse = plan.scratch("part_lse", (step.slots, M), torch.float32)
+    q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
+    scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
+    own = need.batch_invariant or scale is not None or nope.dtype != dtype or W_UK.dtype != dtype
+    return attend_absorbed(
+        nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
+        part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.in_order, keys, warps, stages,
+    )  # fmt: skip
+
+
+def deliver_rounds(
+    rounds: list[Round], q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan, state: AttentionState
+) -> None:
+    """Attend every round and put its rows into `state`, out (T, N, V) and lse (T, N)."""
+    for step in rounds:
+        out, lse = attend_round(step, q, cache, data, plan)
+        state.out[step.rows] = out.to(state.out.dtype)
+        if state.lse is not None:
+            state.lse[step.rows] = lse
+
+
+def _token_budget(need: Need) -> int:
+    return max(1, ROUND_BYTES // (need.N * need.L * dot_dtype(need).itemsize))
+
+
+def _slot_budget(need: Need, tile: Tile) -> int:
+    return max(64, ROUND_BYTES // (tile[0] * need.L * 4))
+
+
+def _pieces(need: Need, batch: AttentionBatch, requests: Sequence[int], tile: Tile) -> list[list[Piece]]:
+    """Groups of pieces, one a round, within both budgets; `first` counts rows of the batch until `_round` maps them."""
+    starts = [0, *accumulate(batch.query_lens_host)]
+    causal, N, M = need.mask == "causal", need.N, tile[0]
+    token_budget, slot_budget = _token_budget(need), _slot_budget(need, tile)
+    found: list[Piece] = []
+    weights: list[int] = []
+    for b in requests:
+        query_len, seq_len = batch.query_lens_host[b], batch.seq_lens_host[b]
+        parts = max(1, -(-seq_len // INVARIANT_SPLIT)) if need.batch_invariant else 1
+        step = max(1, min(token_budget, slot_budget * M // (N * parts)))
+        for first in range(0, query_len, step):
+            tokens = min(step, query_len - first)
+            keys = max(0, seq_len - (query_len - first - tokens)) if causal and seq_len else seq_len
+            found.append(Piece(b, starts[b] + first, tokens, keys, causal))
+            weights.append(-(-tokens * N // M) * parts)
+    if batch.num_tokens > starts[-1]:
+        found.append(Piece(0, starts[-1], batch.num_tokens - starts[-1], 0, False))
+        weights.append(-(-found[-1].tokens * N // M))
+    groups: list[list[Piece]] = []
+    tokens = slots = 0
+    for piece, weight in zip(found, weights, strict=True):
+        if not groups or tokens + piece.tokens > token_budget or slots + weight > slot_budget:
+            groups.append([])
+            tokens = slots = 0
+        groups[-1].append(piece)
+        tokens, slots = tokens + piece.tokens, slots + weight
+    return groups
+
+
+def _within(pieces: list[Piece]) -> list[Piece]:
+    """The pieces with `first` counted within their round."""
+    at = [0, *accumulate(p.tokens for p in pieces)]
+    return [Piece(p.request, at[i], p.tokens, p.keys, p.causal) for i, p in enumerate(pieces)]
+
+
+def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -> Round:
+    work = schedule(_within(pieces), need.N, tile[:2], programs(need, tile), need.batch_invariant)
+    tokens, first = sum(p.tokens for p in pieces), pieces[0].first
+    ends = [p.first + p.tokens for p in pieces]
+    if [p.first for p in pieces[1:]] == ends[:-1]:
+        rows: slice | Tensor = slice(first, first + tokens)
+        bounds = batch.row_kv_lens[rows]
+    else:
+        index = np.concatenate([np.arange(p.first, p.first + p.tokens) for p in pieces])
+        rows = _to_device(torch.from_numpy(index), need)
+        bounds = batch.row_kv_lens.index_select(0, rows)
+    n = len(work.items)
+    lists = _to_device(torch.from_numpy(_packed(work, n, len(work.merges))), need)
+    in_order = need.batch_invariant or work.parts <= FEW_PARTS
+    items, merges = lists[1 : n + 1], lists[n + 1 :]
+    table = batch.block_table
+    return Round(rows, tokens, tile, in_order, items, merges, lists[0, :2], bounds, table, work.slots)
+
+
+def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile, old: list[Round] | None) -> Round:
+    """The one round of a captured graph: buffers of the capacity's size, filled again where they exist."""
+    c = need.capacity
+    assert c is not None, "why_not has refused"
+    work = schedule(_within(pieces), need.N, tile[:2], programs(need, tile), need.batch_invariant)
+    tiles = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens, c.max_query_len)
+    parts = -(-c.max_seq_len // INVARIANT_SPLIT)
+    slots = tiles * parts if need.batch_invariant else tiles + 2 * programs(need, tile)
+    width = max(1, -(-c.max_seq_len // need.page_size))
+    if old:
+        step = old[0]
+    else:
+        lists = torch.zeros(1 + slots + tiles, FIELDS, dtype=torch.int32, device=need.device)
+        table = torch.zeros(c.max_requests, width, dtype=torch.int32, device=need.device)
+        bounds = torch.zeros(c.max_tokens, dtype=torch.int32, device=need.device)
+        items, merges, T = lists[1 : slots + 1], lists[slots + 1 :], batch.num_tokens
+        step = Round(slice(0, T), T, tile, need.batch_invariant, items, merges, lists[0, :2], bounds, table, slots)
+    packed = torch.from_numpy(_packed(work, slots, tiles))
+    lists = step.items._base if step.items._base is not None else step.items
+    lists.copy_(packed.pin_memory() if need.device != "cpu" else packed, non_blocking=True)
+    columns = min(width, batch.block_table.shape[1])
+    step.block_table[: batch.block_table.shape[0], :columns].copy_(batch.block_table[:, :columns])
+    step.row_kv_lens[: batch.num_tokens].copy_(batch.row_kv_lens)
+    step.rows, step.tokens = slice(0, batch.num_tokens), batch.num_tokens
+    return step
+
+
+def _packed(work: Work, items: int, merges: int) -> np.ndarray:
+    """Counts, items and merges in one array (1 + items + merges, 8), so that one copy brings them to the device."""
+    packed = np.zeros((1 + items + merges, FIELDS), np.int32)
+    packed[0, 0], packed[0, 1] = len(work.items), len(work.merges)
+    packed[1 : 1 + len(work.items)] = work.items
+    packed[1 + items : 1 + items + len(work.merges)] = work.merges
+    return packed
+
+
+def _to_device(x: Tensor, need: Need) -> Tensor:
+    return x if need.device == "cpu" else x.pin_memory().to(need.device, non_blocking=True)
+
+
+def _no_batch(need: Need) -> AttentionBatch:
+    return AttentionBatch.rows([], [], [], [], page_size=need.page_size, num_pages=0, mask=need.mask)

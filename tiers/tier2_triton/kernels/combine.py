@@ -1,0 +1,142 @@
+"""Merge the partial states of a split request: the second half of split-KV decoding.
+
+Motivation. `decode` leaves one normalised state per segment of keys, in float32 with a base-2 LSE. They merge by
+weights 2^(lse_k - max): L * 4 bytes a segment are read for each row, which is little beside the cache as long as a
+segment has many keys; at one request over 256 segments it is a tenth, so the work is spread over columns too.
+
+The merge goes through the segments in order, `SB` of them at once. With SB = 1 it is strictly left to right, and a
+segment without keys for a row changes no bit of it: its weight is 0, and the factor of what came before is 1.
+
+Axes: T new tokens (packed over requests), N heads, L KV rank, M rows of a tile, K slots.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla.aot import Compile
+from tiers.tier2_triton.kernels.problem import Problem
+from tiers.tier2_triton.launch import TARGETS, power
+
+LN2 = tl.constexpr(0.6931471805599453)
+FEW, MANY = (4, 1, 512), (1, 16, 128)  # rows, segments and columns of a program: for few segments, and for many
+
+
+@triton.jit
+def _combine_kernel(part, part_lse, items, count, out, lse, out_stride_t, out_stride_n,
+                    N: tl.constexpr, L: tl.constexpr, M: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+                    CB: tl.constexpr):  # fmt: skip
+    """RB rows and CB columns of one tile: fold its segments, SB at a time."""
+    item = tl.program_id(0)
+    if item < tl.load(count):
+        work = items + item * 8
+        t0, m0, rows, slot, segments = (
+            tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
+        )  # fmt: skip
+        i, k = tl.program_id(1) * RB + tl.arange(0, RB), tl.arange(0, SB)
+        cols = tl.program_id(2) * CB + tl.arange(0, CB)
+        m = m0 + i
+        inside = (m < rows) & (i < M)
+        peak = tl.full([RB], float("-inf"), tl.float32)
+        total = tl.zeros([RB], tl.float32)
+        acc = tl.zeros([RB, CB], tl.float32)
+        for first in range(0, segments, SB):
+            live = inside[:, None] & (first + k < segments)[None, :]
+            at = (slot + first + k).to(tl.int64)[None, :] * M + i[:, None]
+            state = tl.load(part_lse + at, mask=live, other=float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(state, 1))
+            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(state - finite[:, None])
+            values = part + at[:, :, None] * L + cols[None, None, :]
+            rows_of = tl.load(values, mask=live[:, :, None] & (cols < L)[None, None, :], other=0.0)
+            decay = tl.exp2(peak - finite)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * rows_of, 1)
+            peak = new_peak
+        some = total > 0
+        total = tl.where(some, total, 1.0)
+        acc = tl.where(some[:, None], acc / total[:, None], 0.0)
+        token, head = (t0 + m // N).to(tl.int64), m % N
+        where = out + (token * out_stride_t + head * out_stride_n)[:, None] + cols[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < L)[None, :])
+        if tl.program_id(2) == 0:
+            natural = tl.where(some, (peak + tl.log2(total)) * LN2, float("-inf"))
+            tl.store(lse + token * N + head, natural, mask=inside)
+
+
+def combine(
+    part: Tensor, part_lse: Tensor, items: Tensor, count: Tensor, out: Tensor, lse: Tensor, in_order: bool
+) -> None:
+    """Merge the segments of each of the first `count` (1,) items (n, 8) int32 into out (T, N, L) and lse (T, N).
+
+    part (K, M, L) and part_lse (K, M) are float32 with base-2 LSEs, lse is float32 and natural. An item is (first
+    token, first row, rows, first slot, segments, -, -, -). An item without segments, and a row whose segments are all
+    empty, gets 0 and -inf. `in_order` merges strictly left to right, for few segments or for bits that do not depend
+    on a tile. Source: FlashAttention-2 (arXiv 2307.08691) section 3.1, applied to FlashDecoding's splits.
+    """
+    M, L = part.shape[1], part.shape[2]
+    RB, SB, CB = FEW if in_order else MANY
+    RB, CB = min(RB, M), min(CB, power(L))
+    if part.device.type == "cpu":  # the interpreter takes a millisecond a program, however large
+        RB, CB = M, power(L)
+    _combine_kernel[(items.shape[0], triton.cdiv(M, RB), triton.cdiv(L, CB))](
+        part, part_lse, items, count, out, lse, out.stride(0), out.stride(1),
+        N=out.shape[1], L=L, M=M, RB=RB, SB=SB, CB=CB, num_warps=4,
+    )  # fmt: skip
+
+
+def combine_reference(
+    part: Tensor, part_lse: Tensor, items: Tensor, count: Tensor, out: Tensor, lse: Tensor, in_order: bool
+) -> None:
+    """What `combine` computes: out (T, N, L) as the mean of part's rows weighted by 2^lse, in part's dtype."""
+    N, M = out.shape[1], part.shape[1]
+    for t0, m0, rows, slot, segments, *_ in items[: int(count)].tolist():
+        for i in range(min(M, rows - m0)):
+            states = part_lse[slot : slot + segments, i] / 1.4426950408889634
+            z = torch.logsumexp(states, 0) if segments else torch.tensor(float("-inf"))
+            weights = torch.exp(states - z) if bool(torch.isfinite(z)) else torch.zeros_like(states)
+            t, n = t0 + (m0 + i) // N, (m0 + i) % N
+            out[t, n], lse[t, n] = weights @ part[slot : slot + segments, i], z
+
+
+def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Problem:
+    """Ragged segments, some rows and one item empty ("toy"), or 256 segments of one request of 16 heads ("real")."""
+    toy = size == "toy"
+    N, L, M, segments = (5, 24, 16, [3, 0, 1, 18]) if toy else (16, 512, 16, [256])
+    random = torch.Generator(device).manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=random, device=device)
+    K = sum(segments)
+    part, part_lse = draw(K, M, L), draw(K, M) * 3
+    part_lse[:: 3 if toy else K, 2] = float("-inf")
+    part[part_lse == float("-inf")] = 0
+    part[:, N:] = part[:, N:] * (float("nan") if toy else 1)  # rows past the request's
+    slots = [sum(segments[:i]) for i in range(len(segments))]
+    items = [(t, 0, N, slots[t], n, 0, 0, 0) for t, n in enumerate(segments)]
+    T = len(items)
+    arguments: dict[str, Any] = {
+        "part": part,
+        "part_lse": part_lse,
+        "items": torch.tensor(items, dtype=torch.int32, device=device),
+        "count": torch.tensor([T], dtype=torch.int32, device=device),
+        "out": torch.full((T, N, L), float("nan"), dtype=dtype, device=device),
+        "lse": torch.full((T, N), float("nan"), device=device),
+        "in_order": False,
+    }
+    return Problem(arguments, ("out", "lse"), K * min(M, N) * (L + 1) * 4 + T * N * L * dtype.itemsize)
+
+
+def aot() -> list[Compile]:
+    """Both shapes of a program for 16 and 64 rows, per output dtype."""
+    entries = []
+    for kind in ("bf16", "fp16", "fp32"):
+        for M in (16, 64):
+            for RB, SB, CB in (FEW, MANY):
+                signature = {"part": "*fp32", "part_lse": "*fp32", "items": "*i32", "count": "*i32", "out": f"*{kind}"}
+                signature |= {"lse": "*fp32", "out_stride_t": "i32:16", "out_stride_n": "i32:16"}
+                constants = {"N": 16 if M == 16 else 128, "L": 512, "M": M, "RB": RB, "SB": SB, "CB": CB}
+                name = f"combine {kind} {M} rows {'in order' if SB == 1 else 'many'}"
+                entries.append(Compile(_combine_kernel, signature, constants, 4, 3, TARGETS, name))
+    return entries

@@ -1,0 +1,148 @@
+"""The tier's device work as operators of torch: flat tensors and numbers, so that torch.compile sees through a layer.
+
+An operator says which arguments it writes and, by a fake twin, which shapes it returns; the compiler takes its word for
+both. Triton is imported when an operator runs.
+
+Axes: T new tokens (packed over requests), B requests, N heads, L KV rank, P nope, R rope, V value, n work items,
+K slots, M rows of a tile.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("mla_triton::write", mutates_args=("data",))
+def write(data: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+    """Store kv_c (T, L) and k_pe (T, R) in data (pages, page_size, L + R) at slot_mapping (T,) int64; -1 is skipped."""
+    from tiers.tier2_triton.kernels.write import write_rows
+
+    write_rows(data, kv_c, k_pe, slot_mapping)
+
+
+@torch.library.custom_op("mla_triton::fused_input", mutates_args=("data",))
+def fused_input(
+    data: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    q_pe: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    kv_norm: Tensor,
+    turns: Tensor,
+    eps: float,
+    multiplier: float,
+    amplitude: float,
+    interleaved: bool,
+) -> Tensor:
+    """Norm, rotate and write the rows of data (pages, page_size, L + R); return the rotated q_pe (T, N, R)."""
+    from tiers.tier2_triton.kernels import fused_input as story
+
+    q_out = torch.empty(q_pe.shape, dtype=q_pe.dtype, device=q_pe.device)
+    rest = (slot_mapping, positions, kv_norm, turns, eps, multiplier, amplitude, interleaved)
+    story.fused_input(data, q_out, kv_c, k_pe, q_pe, *rest)
+    return q_out
+
+
+@fused_input.register_fake
+def _(
+    data: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    q_pe: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    kv_norm: Tensor,
+    turns: Tensor,
+    eps: float,
+    multiplier: float,
+    amplitude: float,
+    interleaved: bool,
+) -> Tensor:
+    return q_pe.new_empty(q_pe.shape)
+
+
+@torch.library.custom_op(
+    "mla_triton::attend_absorbed", mutates_args=("part", "part_lse", "q_latent", "latent", "row_scale")
+)
+def attend_absorbed(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    data: Tensor,
+    block_table: Tensor,
+    row_kv_lens: Tensor,
+    items: Tensor,
+    merges: Tensor,
+    counts: Tensor,
+    W_UK: Tensor,
+    W_UV: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    q_latent: Tensor,
+    latent: Tensor,
+    row_scale: Tensor | None,
+    softmax_scale: float,
+    own_products: bool,
+    in_order: bool,
+    keys: int,
+    warps: int,
+    stages: int,
+) -> tuple[Tensor, Tensor]:
+    """Absorb, decode, combine and bring to W_UV's width: out (T, N, V) in q_nope's dtype and lse (T, N) float32.
+
+    q_nope (T, N, P), q_pe (T, N, R), data (pages, page_size, L + R), block_table (B, max_pages) and row_kv_lens (T,)
+    int32, items (n, 8), merges (tiles, 8) and counts (2,) int32 of `schedule`, W_UK (N, P, L), W_UV (N, L, V); scratch
+    part (K, M, L) and part_lse (K, M) float32, q_latent and latent (N, T, L), row_scale (T, N) for float16.
+    `own_products` takes our fixed-tile products; a float16 query needs them for its row_scale. The tile is M rows,
+    `keys`, `warps`, `stages`. Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.2.
+    """
+    from tiers.tier2_triton.kernels.combine import combine
+    from tiers.tier2_triton.kernels.decode import decode
+    from tiers.tier2_triton.kernels.per_head import per_head
+
+    T, N, V = q_nope.shape[0], q_nope.shape[1], W_UV.shape[2]
+    out = q_nope.new_empty(T, N, V)
+    lse = q_nope.new_empty(T, N, dtype=torch.float32)
+    if T == 0:
+        return out, lse
+    by_token, values = q_latent.transpose(0, 1), latent.transpose(0, 1)
+    if own_products:
+        per_head(q_nope, W_UK, by_token, row_scale)
+    else:
+        torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent)
+    tile = (part.shape[1], keys, warps, stages)
+    bounds = (block_table, row_kv_lens, items, counts)
+    decode(by_token, q_pe, row_scale, data, *bounds, part, part_lse, softmax_scale, tile)
+    combine(part, part_lse, merges, counts[1:], values, lse, in_order)
+    if own_products:
+        per_head(values, W_UV, out)
+    else:
+        torch.bmm(latent, W_UV, out=out.transpose(0, 1))
+    return out, lse
+
+
+@attend_absorbed.register_fake
+def _(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    data: Tensor,
+    block_table: Tensor,
+    row_kv_lens: Tensor,
+    items: Tensor,
+    merges: Tensor,
+    counts: Tensor,
+    W_UK: Tensor,
+    W_UV: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    q_latent: Tensor,
+    latent: Tensor,
+    row_scale: Tensor | None,
+    softmax_scale: float,
+    own_products: bool,
+    in_order: bool,
+    keys: int,
+    warps: int,
+    stages: int,
+) -> tuple[Tensor, Tensor]:
+    T, N, V = q_nope.shape[0], q_nope.shape[1], W_UV.shape[2]
+    return q_nope.new_empty(T, N, V), q_nope.new_empty(T, N, dtype=torch.float32)

@@ -1,0 +1,247 @@
+"""Tier 2 in Triton: our own kernels for every part of attention, on any GPU that Triton serves.
+
+Short queries take the absorbed form over pages (`absorbed`), long ones are expanded a workspace at a time (`expanded`).
+With `batch_invariant` every row takes the absorbed form through fixed tiles, and its bits depend on nothing but its
+query, its keys and their positions. With `graph_capture` a step runs on buffers of fixed size, so that it can be
+captured once and replayed after `plan(into=)`.
+
+Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V value.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla.aot import SHARED_LIMIT
+from mla.batch import AttentionBatch
+from mla.cache import FloatRows, PagedLatentCache
+from mla.checks import check_equal, check_int
+from mla.cost import default_workspace_tokens
+from mla.errors import bad
+from mla.layer import InputSide
+from mla.need import Need, refuse_features, refuse_package
+from mla.projections import Query, UpProjection
+from mla.state import AttentionState
+from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
+from tiers.tier2_triton.absorbed import (
+    Round,
+    absorbed_sizes,
+    attend_round,
+    deliver_rounds,
+    dot_dtype,
+    plan_absorbed,
+    prepare_absorbed,
+)
+from tiers.tier2_triton.expanded import (
+    ExpandedSteps,
+    attend_expanded,
+    expanded_sizes,
+    plan_expanded,
+    prepare_expanded,
+    why_not_route,
+)
+from tiers.tier2_triton.launch import FLOATS, HALVES, decode_tile, expand_from, shared_bytes
+
+FORMS = ("auto", "mqa", "mha", "cudnn", "padded")
+ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
+DEFAULT_WORKSPACE_TOKENS = 65536
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Steps:
+    """A plan's work: rounds of the absorbed form, and the expanded requests if there are any."""
+
+    rounds: list[Round]
+    expanded: ExpandedSteps | None = None
+
+
+@dataclass(frozen=True)
+class TritonTier(Tier):
+    """Our Triton kernels; `form` is "auto", "mqa" (absorbed), or how all are expanded: "mha", "cudnn" or "padded".
+
+    "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries and expands
+    longer ones by cuDNN where it serves the Need, else by our kernel, else not at all. `max_workspace_tokens` bounds
+    the rows (tokens) expanded at once, None as in `paged`.
+    """
+
+    form: str = "auto"
+    max_workspace_tokens: int | None = None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            fix = "tiers.get('triton', form='auto')"
+            raise bad("form", expected=f"one of {', '.join(FORMS)}", got=repr(self.form), fix=fix)
+        if self.max_workspace_tokens is not None:
+            check_int("max_workspace_tokens", self.max_workspace_tokens, 1, "None, or 65536 as usual")
+        object.__setattr__(self, "name", "triton" if self.form == "auto" else f"triton:{self.form}")
+
+    def why_not(self, need: Need) -> list[str]:
+        """Return the sentences for what these kernels, this device or its memory cannot do; nothing is launched."""
+        reasons = refuse_features("triton", need) + refuse_package("triton", "triton", "3.6", "triton")
+        reasons += _why_not_device(need) + _why_not_dtypes(need)
+        if need.graph_capture and need.capacity is None:
+            reasons.append("graph_capture = True needs Need.capacity, from which buffers get their fixed size; set it.")
+        for flag in ("graph_capture", "batch_invariant"):
+            if getattr(need, flag) and self.form in ROUTES:
+                reasons.append(
+                    f"{flag} = True takes the absorbed form; form = {self.form!r} expands: use form = 'mqa'."
+                )
+        if self.form in ROUTES and not reasons:
+            reasons += why_not_route(need, ROUTES[self.form])
+        if self.cap(need) < need.page_size:
+            found = f"max_workspace_tokens = {self.cap(need)} is below one page of {need.page_size} rows"
+            reasons.append(f"{found}; allow at least {need.page_size}, or use smaller pages.")
+        return reasons
+
+    def cap(self, need: Need) -> int:
+        """Rows of the workspace for `need`."""
+        if self.max_workspace_tokens is not None:
+            return self.max_workspace_tokens
+        c = need.capacity
+        if c is None:
+            return max(DEFAULT_WORKSPACE_TOKENS, need.page_size)
+        whole = c.max_requests * -(-c.max_seq_len // need.page_size) * need.page_size
+        return min(whole, default_workspace_tokens(c.max_seq_len, c.max_requests, need.page_size))
+
+    def route(self, need: Need) -> str | None:
+        """Return how requests are expanded for `need`: "triton", "cudnn" or "padded"; None where all are absorbed."""
+        if self.form == "mqa" or need.graph_capture or need.batch_invariant:
+            return None
+        if self.form in ROUTES:
+            return ROUTES[self.form]
+        return next((route for route in ("cudnn", "triton") if not why_not_route(need, route)), None)
+
+    def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+        """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,) int64 without waiting for the device; -1 is skipped.
+
+        Slots are trusted, as the batch's builder has checked them; `cache.write` is the plain way that looks at them.
+        Raises ValueError or TypeError for shapes, dtypes or devices that do not fit.
+        """
+        from tiers.tier2_triton.ops import write
+
+        refuse_gradients("triton", kv_c, k_pe)
+        _check_rows(cache, kv_c, k_pe, slot_mapping)
+        write(cache.data, kv_c[: slot_mapping.shape[0]], k_pe[: slot_mapping.shape[0]], slot_mapping)
+
+    def fused_input(
+        self, q: Query, kv_c: Tensor, k_pe: Tensor, side: InputSide, cache: PagedLatentCache, batch: AttentionBatch
+    ) -> Query:
+        """Norm, rotate and write in one launch: kv_c (T, L), k_pe (T, R) and q.pe (T, N, R) as projected.
+
+        Returns q with pe rotated; the rows are in the cache then. See `MLALayer`.
+        """
+        from tiers.tier2_triton.ops import fused_input
+
+        refuse_gradients("triton", kv_c, k_pe, q.pe)
+        _check_rows(cache, kv_c, k_pe, batch.slot_mapping)
+        where = (batch.slot_mapping, batch.positions, side.kv_norm, side.turns)
+        numbers = (side.eps, side.multiplier, side.amplitude, side.interleaved)
+        return Query(q.nope, fused_input(cache.data, kv_c, k_pe, q.pe, *where, *numbers))
+
+    def prepare(self, up: UpProjection, need: Need) -> Prepared:
+        """Put heads first for the absorbed form, W_UK (N, P, L) and W_UV (N, L, V); flatten for the expanded one."""
+        result = prepare(self, up, need)
+        data: dict[str, Any] = prepare_absorbed(up, need)
+        if (route := self.route(need)) is not None:
+            data |= prepare_expanded(up, need, route)
+        result.data.update(data)
+        return result
+
+    def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
+        """Choose each request's form, cut the work, and upload it; waits for the device nowhere."""
+        old = into.steps.rounds if into is not None and into.steps is not None else None
+        if need.graph_capture and old and old[0].tokens != batch.num_tokens:
+            expected, got = f"{old[0].tokens} tokens, as captured", str(batch.num_tokens)
+            raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
+        result, route = plan(self, need, batch, into), self.route(need)
+        least = 1 if self.form in ROUTES else expand_from(need)
+        expanded = [b for b, n in enumerate(batch.query_lens_host) if route is not None and n >= least]
+        absorbed = [b for b in range(batch.num_requests) if b not in set(expanded)]
+        steps = Steps(plan_absorbed(need, batch, absorbed, old))
+        result.sizes = absorbed_sizes(need, steps.rounds)
+        if route is not None:
+            steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
+            result.sizes |= steps.expanded.sizes
+            if need.capacity is not None:
+                result.sizes |= expanded_sizes(need, self.cap(need), route)
+        result.steps = steps
+        chosen, forms = set(expanded), ("mqa", "mha")
+        result.report = {"forms": [forms[b in chosen] for b in range(batch.num_requests)], "route": route or "none"}
+        result.report |= {"rounds": len(steps.rounds), "items": sum(r.items.shape[0] for r in steps.rounds)}
+        return result
+
+    def attend(
+        self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
+    ) -> AttentionState:
+        """Attend q.nope (T, N, P) and q.pe (T, N, R) over the pages: out (T, N, V) and lse (T, N).
+
+        Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.2; FlashAttention-2 (arXiv 2307.08691) section 3.1.
+        """
+        check_attend(q, cache, prepared, plan, out)
+        check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
+        need, steps = plan.need, plan.steps
+        chunks = steps.expanded is not None and bool(steps.expanded.sizes)
+        if len(steps.rounds) == 1 and not chunks:
+            return deliver(AttentionState(*attend_round(steps.rounds[0], q, cache, prepared.data, plan)), plan, out)
+        T, N, V = plan.batch.num_tokens, need.N, need.V
+        whole = AttentionState(
+            q.nope.new_empty(T, N, V, dtype=need.out_dtype), q.nope.new_empty(T, N, dtype=torch.float32)
+        )
+        deliver_rounds(steps.rounds, q, cache, prepared.data, plan, whole)
+        if chunks:
+            attend_expanded(steps.expanded, q, cache, prepared.data, plan, whole.out, whole.lse)
+        return deliver(whole, plan, out)
+
+
+def interpreted() -> bool:
+    """Whether this process runs Triton kernels in the interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _why_not_device(need: Need) -> list[str]:
+    if need.device == "cpu":
+        if interpreted():
+            return []
+        fix = "use a GPU, or start the process with TRITON_INTERPRET=1 to interpret the kernels (slow, for tests)"
+        return [f"device 'cpu' is not served by triton, which compiles for GPUs; {fix}."]
+    if need.arch not in HALVES or need.arch == "cpu":
+        known = ", ".join(a for a in HALVES if a != "cpu")
+        return [f"arch {need.arch!r} has no tiles in triton, which knows {known}; use paged there."]
+    tile = HALVES[need.arch][16] if need.dtype.itemsize == 2 else FLOATS[need.arch]
+    if decode_tile(need.arch, dot_dtype(need), need.L, need.R, need.N) is None:
+        least = shared_bytes(need.arch, (16, 16, *tile[2:]), dot_dtype(need).itemsize, need.L, need.R)
+        found = f"rows of L + R = {need.L} + {need.R} need {least:,} bytes of shared memory"
+        return [f"{found}, and {need.arch} gives a program {SHARED_LIMIT[need.arch]:,}; use paged for such rows."]
+    return []
+
+
+def _why_not_dtypes(need: Need) -> list[str]:
+    rows = need.layout.storage_dtype
+    if not isinstance(need.layout, FloatRows):
+        return [f"layout {need.layout.name!r} is not read by triton, which reads rows of plain floats; use FloatRows."]
+    reasons = [
+        f"{what} {dtype} is not computed by triton, which takes {', '.join(map(str, DTYPES))}; use one of these."
+        for what, dtype in (("dtype", need.dtype), ("cached rows of", rows))
+        if dtype not in DTYPES
+    ]
+    if need.device == "cpu" and interpreted() and torch.bfloat16 in (need.dtype, rows):
+        reasons.append("bfloat16 is silently wrong in Triton's interpreter; use float32 or float16 there, or a GPU.")
+    return reasons
+
+
+def _check_rows(cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    check_equal("slot_mapping.dtype", slots.dtype, torch.int64, "slot_mapping.long()", TypeError)
+    for name, x, width in (("kv_c", kv_c, cache.layout.L), ("k_pe", k_pe, cache.layout.R)):
+        if x.dim() != 2 or x.shape[0] < slots.shape[0] or x.shape[1] != width:
+            expected, fix = f"(>= {slots.shape[0]}, {width})", "one row per slot, the layout's width"
+            raise bad(name, expected=expected, got=str(tuple(x.shape)), fix=fix)
+        if x.dtype not in DTYPES:
+            expected = f"one of {DTYPES}"
+            raise bad(name, expected=expected, got=str(x.dtype), fix="pass unquantised rows", kind=TypeError)
+        check_equal(f"{name}.device", x.device, cache.data.device, "move it to the cache's device")
+    check_equal("slot_mapping.device", slots.device, cache.data.device, "move it to the cache's device")
