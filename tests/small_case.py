@@ -47,7 +47,8 @@ def make_batch(
     for count in counts:
         own, shuffled = shuffled[:count], shuffled[count:]
         table.append([*own, *[(-7, 2**31 - 1)[i % 2] for i in range(width - count)]])
-    common = {"page_size": need.page_size, "num_pages": sum(counts) + 2, "mask": need.mask} | options
+    common = {"page_size": need.page_size, "num_pages": sum(counts) + 2, "mask": need.mask, "device": need.device}
+    common |= options
     if row_kv_lens is not None:
         return AttentionBatch.rows(query_lens, seq_lens, table, row_kv_lens, **common)
     return AttentionBatch.bottom_right(query_lens, seq_lens, table, **common)
@@ -106,7 +107,7 @@ def make_case(
     T = batch.num_tokens
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(need.dtype)
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(need.device, need.dtype)
 
     q = Query(draw(T, need.N, need.P), draw(T, need.N, need.R))
     up = UpProjection(draw(need.L, need.N, need.P) / need.L**0.5, draw(need.L, need.N, need.V) / need.L**0.5)
@@ -125,7 +126,7 @@ def shared_case(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **fields
 
 def fill_cache(need: Need, batch: AttentionBatch, keys: list[tuple[Tensor, Tensor]]) -> PagedLatentCache:
     """A new cache, NaN everywhere but in the slots of the requests' keys."""
-    cache = PagedLatentCache.new(CacheSpec(batch.num_pages or 0, need.page_size, need.layout))
+    cache = PagedLatentCache.new(CacheSpec(batch.num_pages or 0, need.page_size, need.layout, need.device))
     cache.data.fill_(NAN)
     for b, (kv_c, k_pe) in enumerate(keys):
         cache.write(kv_c, k_pe, slots_of(batch.block_table[b], 0, kv_c.shape[0], need.page_size))
@@ -153,4 +154,4 @@ def assert_rows(state: AttentionState, expected: Sequence[float], keys: int, lar
     """
     want = torch.tensor(expected, dtype=torch.float64)[:, None, None].expand_as(state.out)
     u = torch.finfo(state.out.dtype).eps / 2
-    assert (state.out.double() - want).abs().max() <= (2 * keys + 6) * u * largest
+    assert (state.out.double().cpu() - want).abs().max() <= (2 * keys + 6) * u * largest

@@ -173,6 +173,13 @@ def test_other_head_sizes(sizes):
 # the plan
 
 
+def test_keys_come_by_descriptor_only_where_latent_rows_are_aligned():
+    fields = {"arch": "sm_90", "dtype": torch.bfloat16, "P": 128, "R": 64, "V": 128}
+    for width, tma in ((512, 1), (516, 0)):
+        need = make_need(**fields, L=width)
+        assert plan_expanded(need, make_batch([4], [9], need), [0], 100).tile[-1] == tma
+
+
 def test_a_tile_goes_on_where_the_last_chunk_left_it():
     need = make_need(out_dtype=torch.float16)
     batch = make_batch([3, 2], [10, 2], need)
@@ -296,14 +303,14 @@ def test_P9_expanded_float16_is_refused_with_the_reason(route):
 
 def test_refusals_are_whole_sentences():
     said = refused("triton", **GPU, layout=FloatRows(L, 64, torch.float32))
-    assert said.startswith("a cache of float32 rows is not expanded for queries of torch.bfloat16; route 'triton' takes")
+    assert said.startswith("a cache of float32 rows is not expanded for queries of torch.bfloat16; route 'triton'")
     assert "use the absorbed form" in refused("triton", **GPU | {"V": 4096, "P": 4096, "arch": "gfx942"})
     assert "which takes torch.bfloat16;" in refused("cudnn", **GPU | {"dtype": torch.float32})
     assert "mask 'rows' is not computed by route 'padded'" in refused("padded", **GPU, mask="rows")
-    assert "arch 'gfx942' is not served by route 'cudnn', which takes sm_90" in refused("cudnn", **GPU | {"arch": "gfx942"})
-    assert "P + R = 192, V = 128 is not taken by route 'cudnn', which takes multiples of 8 up to 128 on sm_80" in refused(
-        "cudnn", **GPU | {"arch": "sm_80"}
-    )
+    said = refused("cudnn", **GPU | {"arch": "gfx942"})
+    assert "arch 'gfx942' is not served by route 'cudnn', which takes sm_90" in said
+    said = refused("cudnn", **GPU | {"arch": "sm_80"})
+    assert "P + R = 192, V = 128 is not taken by route 'cudnn', which takes multiples of 8 up to 128 on sm_80" in said
     assert "V = 256 cannot be padded to P + R = 192" in refused("padded", **GPU | {"V": 256})
     with pytest.raises(ValueError, match=r"route: expected one of .*, got 'cuda'"):
         why_not_route(make_need(), "cuda")

@@ -31,12 +31,12 @@ def test_the_kernel_is_its_reference_in_float64(dtype, result):
     exact = {k: x.double() for k, x in a.items()}
     exact["out"], exact["lse"] = torch.empty_like(exact["out_a"]), torch.empty_like(exact["lse_a"])
     merge_reference(**exact)
-    before = [a[k].clone() for k in ("out_b", "lse_b")]
+    before = {k: a[k].clone() for k in ("out_b", "lse_b")}
     if result != "in place":
-        a |= {"out": torch.full(a["out"].shape, NAN, dtype=result, device=DEVICE), "lse": torch.full_like(a["lse"], NAN)}
+        a["out"], a["lse"] = a["out"].to(result, copy=True).fill_(NAN), torch.full_like(a["lse"], NAN)
     merge(**a)
-    # |lse| < 16: an argument lse - top is off by 32 u, exp by 2 u more; shares sum to 1 and each is off by twice that and
-    # a division, two products and a sum add 3 u; the cast adds the result's own unit roundoff
+    # |lse| < 16: an argument lse - top is off by 32 u, exp by 2 u more; shares sum to 1 and each is off by twice that
+    # and a division, two products and a sum add 3 u; the cast adds the result's own unit roundoff
     assert exact["lse"][exact["lse"] > -INF].abs().max() < 16
     largest = max(float(exact[k].nan_to_num(0).abs().max()) for k in ("out_a", "out_b"))
     own = torch.finfo(a["out"].dtype).eps / 2
@@ -44,7 +44,7 @@ def test_the_kernel_is_its_reference_in_float64(dtype, result):
     there = exact["lse"] > -INF
     assert torch.equal(a["lse"] > -INF, there)
     assert (a["lse"].double() - exact["lse"])[there].abs().max() <= (2 * 34 + 2 + 16) * U
-    assert all(torch.equal(a[k].nan_to_num(7), x.nan_to_num(7)) for k, x in zip(("out_b", "lse_b"), before, strict=True))
+    assert all(torch.equal(a[k].nan_to_num(7), x.nan_to_num(7)) for k, x in before.items())
 
 
 def test_B1_a_prefix_of_4096_zeros_and_a_suffix_of_four_tens():
@@ -72,8 +72,7 @@ def test_far_apart_the_larger_wins_without_overflow():
 def test_swapped_arguments_give_the_same_bits():
     a = problem("toy", torch.float32, DEVICE).arguments
     out, lse = torch.empty_like(a["out_a"]), torch.empty_like(a["lse_a"])
-    swapped = dict(zip(("out_a", "lse_a", "out_b", "lse_b"), (a[k] for k in ("out_b", "lse_b", "out_a", "lse_a")), strict=True))
-    merge(**swapped, out=out, lse=lse)
+    merge(a["out_b"], a["lse_b"], a["out_a"], a["lse_a"], out, lse)
     merge(**a)
     assert torch.equal(out, a["out"])
     assert torch.equal(lse, a["lse"])
@@ -89,8 +88,8 @@ def test_F4_nothing_is_written_around_outputs_of_any_strides():
     merge(**a)
     assert torch.equal(out, a["out"])
     assert torch.equal(lse, a["lse"])
-    assert around[:, 0].isnan().all() and around[:, -1].isnan().all() and around[..., V:].isnan().all()
-    assert lse_around[N].isnan().all() and lse_around[:, 0].isnan().all() and lse_around[:, -1].isnan().all()
+    for rest in (around[:, 0], around[:, -1], around[..., V:], lse_around[N], lse_around[:, 0], lse_around[:, -1]):
+        assert rest.isnan().all()
 
 
 def test_no_rows_no_launch():

@@ -1,9 +1,9 @@
 """The expanded half of the Triton tier: latents become every head's keys and values, a bounded workspace at a time.
 
-Keys of the chosen requests are packed into chunks of at most `cap` rows. A chunk is gathered from pages, multiplied by W_UK
-and W_UV, and attended by one of three routes: "triton", our own kernel, all requests of a chunk in one launch; "cudnn"
-and "padded", kernels behind PyTorch that take one request at a time, a rectangle or a causal square, and whose results
-are merged. "padded" fills values up to P + R with zeros for a kernel of equal widths and cuts the output back.
+Keys of the chosen requests are packed into chunks of at most `cap` rows. A chunk is gathered from pages, multiplied by
+W_UK and W_UV, and attended by one of three routes: "triton", our own kernel, all requests of a chunk in one launch;
+"cudnn" and "padded", kernels behind PyTorch that take one request at a time, a rectangle or a causal square, and whose
+results are merged. "padded" fills values up to P + R with zeros for a kernel of equal widths and cuts the output back.
 
 Axes: T new tokens (packed over requests), n keys in the workspace, B requests, N heads, L KV rank, P nope, R rope,
 V value.
@@ -206,7 +206,9 @@ def _tile(need: Need) -> tuple[int, int, int, int, int, int]:
     from tiers.tier2_triton.kernels.prefill import has_tma, prefill_tile
 
     limit = SHARED_LIMIT.get(need.arch, min(SHARED_LIMIT.values()))
-    return prefill_tile(need.dtype, need.P, need.R, need.V, limit, has_tma(need.arch))
+    # a descriptor wants rows of multiples of 16 bytes, and k_pe lies L numbers into a latent row
+    aligned = all(width * need.dtype.itemsize % 16 == 0 for width in (need.L, need.L + need.R))
+    return prefill_tile(need.dtype, need.P, need.R, need.V, limit, has_tma(need.arch) and aligned)
 
 
 def _tiles(
@@ -226,7 +228,7 @@ def _tiles(
     for c, chunk in enumerate(packed):
         for span in chunk:
             spans[span.request].append((c, span))
-    work: list[list[tuple[int, list[int]]]] = [[] for _ in packed or [None]]
+    work: list[list[tuple[int, list[int]]]] = [[] for _ in range(max(1, len(packed)))]
     for b in requests:
         for row in range(starts[b], starts[b + 1], block):
             rows = min(block, starts[b + 1] - row)
@@ -283,17 +285,19 @@ def _calls(
 def _upload(need: Need, packed: list[list[Span]], work: list[list[list[int]]], calls: list[list[Call]]) -> list[Chunk]:
     """Bring all lists to the device in one copy that nobody waits for."""
     from tiers.tier2_triton.kernels.gather import gather_blocks
+    from tiers.tier2_triton.kernels.prefill import COLUMNS
 
     blocks = [gather_blocks(spans) for spans in packed] or [[] for _ in work]
-    flat = [x for chunk in (*blocks, *work) for item in chunk for x in item]
+    flat = [x for lists in (blocks, work) for chunk in lists for item in chunk for x in item]
     host = torch.tensor(flat, dtype=torch.int32)
     if need.device != "cpu":
         host = host.pin_memory()
     device = host.to(need.device, non_blocking=True)
-    sizes = [len(chunk) * width for lists, width in ((blocks, 4), (work, 7)) for chunk in lists]
+    sizes = [len(chunk) * width for lists, width in ((blocks, 4), (work, COLUMNS)) for chunk in lists]
     views = device.split(sizes)
-    k, ends = len(blocks), [s[-1].at + s[-1].stop - s[-1].start if s else 0 for s in packed] or [0] * len(work)
-    return [Chunk(ends[i], views[i].view(-1, 4), views[k + i].view(-1, 7), calls[i]) for i in range(k)]
+    # one row at least: a descriptor of nothing cannot be made, even where no tile has a key
+    k, ends = len(blocks), [s[-1].at + s[-1].stop - s[-1].start for s in packed] or [1] * len(work)
+    return [Chunk(ends[i], views[i].view(-1, 4), views[k + i].view(-1, COLUMNS), calls[i]) for i in range(k)]
 
 
 def attend_expanded(
@@ -307,7 +311,7 @@ def attend_expanded(
 ) -> None:
     """Attend the rows of the planned requests: writes their rows of out (T, N, V) and of lse (T, N), natural log.
 
-    q.nope (T, N, P) and q.pe (T, N, R) are of the query's dtype, `data` is what `prepare_expanded` made, `plan` owns the
+    q.nope (T, N, P) and q.pe (T, N, R) are of need.dtype, `data` is what `prepare_expanded` made, `plan` owns the
     scratch that `steps.sizes` names. Rows of other requests are not touched. Does not wait for the device.
     Source: DeepSeek-V2 (arXiv 2405.04434), eqs. 9 to 18; FlashAttention-2 (arXiv 2307.08691) for chunks.
     """
@@ -318,7 +322,7 @@ def attend_expanded(
         lse = plan.scratch("expanded_lse", (plan.batch.num_tokens, need.N), torch.float32)
     acc = out if _out_is_acc(need, steps.route) else _whole(plan, "expanded_acc")
     if steps.route != "triton":
-        _begin(steps, acc, out, lse)
+        _begin(steps, out, lse)
     for chunk in steps.chunks:
         k_nope, k_pe, v = _expand(chunk, cache, data, plan)
         if steps.route == "triton":
@@ -336,7 +340,9 @@ def _whole(plan: Plan, name: str) -> Tensor:
     return plan.scratch(name, *plan.sizes[name])
 
 
-def _expand(chunk: Chunk, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def _expand(
+    chunk: Chunk, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gather and expand a chunk: k_nope (n, N, P), k_pe (n, R) and v (n, N, V) or, padded, (n, N, P + R)."""
     from tiers.tier2_triton.kernels.gather import gather_rows
 
@@ -352,14 +358,13 @@ def _expand(chunk: Chunk, cache: PagedLatentCache, data: dict[str, Tensor], plan
     return k_nope.view(n, need.N, need.P), k_pe, v.view(n, need.N, v.shape[1] // need.N)
 
 
-def _begin(steps: ExpandedSteps, acc: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Empty states where results are merged, and the answer where no key is seen."""
-    for row, stop, at in steps.parts:
-        acc[at : at + stop - row].zero_()
+def _begin(steps: ExpandedSteps, out: Tensor, lse: Tensor) -> None:
+    """Say where no key has been seen yet: of such a state `merge` takes nothing, whatever the accumulator holds."""
+    for row, stop, _ in steps.parts:
         lse[row:stop].fill_(float("-inf"))
     for row, stop in steps.empty:
-        out[row:stop].zero_()
         lse[row:stop].fill_(float("-inf"))
+        out[row:stop].zero_()
 
 
 def _attend_calls(

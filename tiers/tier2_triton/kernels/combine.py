@@ -25,9 +25,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 FEW, MANY = (4, 1, 512), (1, 16, 128)  # rows, segments and columns of a program: for few segments, and for many
 
 
-@triton.jit
-def _combine_kernel(part, part_lse, items, count, out, lse, out_stride_t, out_stride_n,
-                    N: tl.constexpr, L: tl.constexpr, M: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+@triton.jit(do_not_specialize=["out_stride_t", "out_stride_n", "N"])
+def _combine_kernel(part, part_lse, items, count, out, lse, out_stride_t, out_stride_n, N,
+                    UNIT: tl.constexpr, L: tl.constexpr, M: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
                     CB: tl.constexpr):  # fmt: skip
     """RB rows and CB columns of one tile: fold its segments, SB at a time."""
     item = tl.program_id(0)
@@ -60,7 +60,8 @@ def _combine_kernel(part, part_lse, items, count, out, lse, out_stride_t, out_st
         total = tl.where(some, total, 1.0)
         acc = tl.where(some[:, None], acc / total[:, None], 0.0)
         token, head = (t0 + m // N).to(tl.int64), m % N
-        where = out + (token * out_stride_t + head * out_stride_n)[:, None] + cols[None, :]
+        first_of_row = token * out_stride_t * UNIT + head.to(tl.int64) * out_stride_n * UNIT
+        where = out + first_of_row[:, None] + cols[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < L)[None, :])
         if tl.program_id(2) == 0:
             natural = tl.where(some, (peak + tl.log2(total)) * LN2, float("-inf"))
@@ -82,9 +83,10 @@ def combine(
     RB, CB = min(RB, M), min(CB, power(L))
     if part.device.type == "cpu":  # the interpreter takes a millisecond a program, however large
         RB, CB = M, power(L)
+    unit = 8 if out.stride(0) % 8 == out.stride(1) % 8 == 0 else 1
     _combine_kernel[(items.shape[0], triton.cdiv(M, RB), triton.cdiv(L, CB))](
-        part, part_lse, items, count, out, lse, out.stride(0), out.stride(1),
-        N=out.shape[1], L=L, M=M, RB=RB, SB=SB, CB=CB, num_warps=4,
+        part, part_lse, items, count, out, lse, out.stride(0) // unit, out.stride(1) // unit, out.shape[1],
+        UNIT=unit, L=L, M=M, RB=RB, SB=SB, CB=CB, num_warps=4,
     )  # fmt: skip
 
 
@@ -135,8 +137,8 @@ def aot() -> list[Compile]:
         for M in (16, 64):
             for RB, SB, CB in (FEW, MANY):
                 signature = {"part": "*fp32", "part_lse": "*fp32", "items": "*i32", "count": "*i32", "out": f"*{kind}"}
-                signature |= {"lse": "*fp32", "out_stride_t": "i32:16", "out_stride_n": "i32:16"}
-                constants = {"N": 16 if M == 16 else 128, "L": 512, "M": M, "RB": RB, "SB": SB, "CB": CB}
+                signature |= {"lse": "*fp32", "out_stride_t": "i32", "out_stride_n": "i32", "N": "i32"}
+                constants = {"UNIT": 8, "L": 512, "M": M, "RB": RB, "SB": SB, "CB": CB}
                 name = f"combine {kind} {M} rows {'in order' if SB == 1 else 'many'}"
                 entries.append(Compile(_combine_kernel, signature, constants, 4, 3, TARGETS, name))
     return entries

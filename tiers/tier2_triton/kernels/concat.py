@@ -1,8 +1,8 @@
 """Put the content and the position part of queries or keys side by side.
 
-Motivation. Kernels that know one query and one key tensor (cuDNN's and flash attention behind PyTorch) want (P + R) wide
-heads, while k_pe is one row for all heads. `torch.cat` needs the row expanded to every head first: that writes N R
-numbers a key that nobody wants and reads them again.
+Motivation. Kernels that know one query and one key tensor (cuDNN's and flash attention behind PyTorch) want heads of
+width P + R, while k_pe is one row for all heads. `torch.cat` needs the row expanded to every head first: that writes
+N R numbers a key that nobody wants and reads them again.
 
 Idea. A program writes a block of (row, head) pairs, the first P columns from one place and the R others from another,
 whose head stride is 0 where all heads share the row: each number is written once, 2 (P + R) bytes a head in 16 bits.
@@ -73,14 +73,11 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
 
 
 def aot() -> list[Compile]:
-    """The variants of P, R = 128, 64, shared by heads (keys) or not (queries), in each width of a number."""
+    """The variants of P, R = 128, 64 by dtype; those of keys and queries are one."""
     entries = []
     for kind in ("bf16", "fp16", "fp32"):
-        for what in ("keys", "queries"):
-            kinds = dict.fromkeys(("nope", "pe", "out"), f"*{kind}") | {"rows": "i32", "heads": "i32:16"}
-            constants = {"P": 128, "R": 64, "BLOCK_W": 256, "BLOCK_ROWS": BLOCK_ROWS}
-            strides = {n: "i32:16" for n in _concat_kernel.arg_names if n.startswith("stride_")}
-            entries.append(
-                Compile(_concat_kernel, kinds | strides, constants, NUM_WARPS, name=f"concat {kind} {what}")
-            )
+        kinds = dict.fromkeys(("nope", "pe", "out"), f"*{kind}") | {"rows": "i32", "heads": "i32:16"}
+        constants = {"P": 128, "R": 64, "BLOCK_W": 256, "BLOCK_ROWS": BLOCK_ROWS}
+        strides = {n: "i32:16" for n in _concat_kernel.arg_names if n.startswith("stride_")}
+        entries.append(Compile(_concat_kernel, kinds | strides, constants, NUM_WARPS, name=f"concat {kind}"))
     return entries

@@ -1,10 +1,10 @@
 """Absorbed attention over pages, split along the keys: decode, and the verification of several drafted tokens.
 
-Motivation. A decode step reads every cached row once and uses it for all heads: S (L + R) 2 bytes against
-2 N S (2 L + R) operations, so up to about 90 (row, head) pairs the memory is the limit. Three ideas follow. The latent part of a tile
-is loaded once and serves as keys and as values. Rows of a request, q_len * N of them, share a tile of keys, so drafted
-tokens cost little. And one request alone must fill the GPU: a work list cuts its keys into segments, each program
-writes one partial state, and `combine` merges them.
+Motivation. A decode step reads every cached row once and uses it for all heads: S (L + R) numbers against
+2 N S (2 L + R) operations, so up to about 90 (row, head) pairs the memory is the limit. Three ideas follow. The
+latent part of a tile is loaded once and serves as keys and as values. Rows of a request, q_len * N of them, share a
+tile of keys, so drafted tokens cost little. And one request alone must fill the GPU: a work list cuts its keys into
+segments, each program writes one partial state, and `combine` merges them.
 
 A row sees the keys below its own bound, the only mask there is. Keys past the largest bound of a tile are never read:
 what lies there may be NaN, and 0 * NaN is not 0.
@@ -24,17 +24,17 @@ from tiers.tier2_triton.kernels.problem import Problem
 from tiers.tier2_triton.launch import TARGET_DTYPES, Tile, decode_tiles, power
 
 LOG2E = 1.4426950408889634
-FIELDS = 8  # int32 per work item: request, first token, first row, rows, first key, end of keys, slot
+STRIDES = ["q_stride_t", "q_stride_n", "pe_stride_t", "pe_stride_n", "page_stride", "row_stride"]
+SIZES = ["table_stride", "N", "PAGE"]  # like the strides they do not make another variant
 
 
 @triton.jit
-def _load_keys(cache, table, start, top, page, n, cols, colr, page_stride, row_stride,
-               L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
+def _load_keys(cache, base, table, start, top, n, cols, colr, page_stride, row_stride, PAGE,
+               L: tl.constexpr, R: tl.constexpr, ONE_PAGE: tl.constexpr,
                FULL_L: tl.constexpr, FULL_R: tl.constexpr):  # fmt: skip
     """One tile of rows, (BN, L) and (BN, R), zero past `top`; on one page, or key by key through the table."""
     live = start + n < top
     if ONE_PAGE:
-        base = cache + page.to(tl.int64) * page_stride + (start % PAGE) * row_stride
         rows = base + n[:, None] * row_stride
     else:
         key = start + n
@@ -49,15 +49,17 @@ def _load_keys(cache, table, start, top, page, n, cols, colr, page_stride, row_s
     return k_c, k_r
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=STRIDES + SIZES)
 def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, items, count, out, lse,
                    scale, q_stride_t, q_stride_n, pe_stride_t, pe_stride_n, page_stride, row_stride, table_stride,
-                   N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+                   N, PAGE, UNIT: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
                    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
                    ONE_PAGE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """One work item: M rows of a request over a range of its keys, to one partial state."""
     item = tl.program_id(0)
     if item < tl.load(count):
+        # strides come in units of 16 bytes where they are such, so that the compiler can load as much at once
+        by_page, by_row = page_stride.to(tl.int64) * UNIT, row_stride * UNIT
         work = items + item * 8
         request, t0, m0, rows = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
         begin, end, slot = tl.load(work + 4), tl.load(work + 5), tl.load(work + 6)
@@ -68,11 +70,11 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
         token, head = (t0 + m // N).to(tl.int64), m % N
         bound = tl.load(row_kv_lens + token, mask=m < rows, other=0)
         sees = bound > 0  # an empty row's query may be NaN
-        q_at = q_latent + (token * q_stride_t + head * q_stride_n)[:, None] + cols[None, :]
-        q_c = tl.load(q_at, mask=sees[:, None] & (cols < L)[None, :], other=0.0)
+        q_at = q_latent + ((token * q_stride_t + head.to(tl.int64) * q_stride_n) * UNIT)[:, None] + cols[None, :]
+        q_c = tl.load(q_at, mask=sees[:, None] if FULL_L else sees[:, None] & (cols < L)[None, :], other=0.0)
         q_r = q_c
         if R > 0:
-            pe_at = q_pe + (token * pe_stride_t + head * pe_stride_n)[:, None] + colr[None, :]
+            pe_at = q_pe + ((token * pe_stride_t + head.to(tl.int64) * pe_stride_n) * UNIT)[:, None] + colr[None, :]
             q_r = tl.load(pe_at, mask=sees[:, None] & (colr < R)[None, :], other=0.0)
         times = scale
         if row_scale is not None:  # float16: the latent query was divided by a power of two that keeps it finite
@@ -83,17 +85,21 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
         if WIDE:
             q_c, q_r = q_c.to(tl.float32), q_r.to(tl.float32)
         top = tl.minimum(tl.max(bound, 0), end)
-        peak = tl.full([BM], float("-inf"), tl.float32)
+        peak = tl.full([BM], -1e30, tl.float32)  # finite, so that a row without keys in a tile makes no NaN
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, BL], tl.float32)
         table = block_table + request.to(tl.int64) * table_stride
-        page = tl.load(table + begin // PAGE, mask=begin < top, other=0)
+        entry, at = begin // PAGE, begin % PAGE
+        page = tl.load(table + entry, mask=begin < top, other=0)
         for start in tl.range(begin, top, BN):
-            following = start + BN  # read a turn ahead: a row's address waits for its page
-            next_page = tl.load(table + following // PAGE, mask=following < top, other=0)
-            k_c, k_r = _load_keys(cache, table, start, top, page, n, cols, colr, page_stride, row_stride,
-                                  L, R, PAGE, ONE_PAGE, FULL_L, FULL_R)  # fmt: skip
-            page = next_page
+            base = cache + page.to(tl.int64) * by_page + at * by_row
+            if ONE_PAGE:  # read a turn ahead: a row's address waits for its page
+                at += BN
+                entry += (at == PAGE).to(tl.int32)
+                at = tl.where(at == PAGE, 0, at)
+                page = tl.load(table + entry, mask=start + BN < top, other=0)
+            k_c, k_r = _load_keys(cache, base, table, start, top, n, cols, colr, by_page, by_row, PAGE,
+                                  L, R, ONE_PAGE, FULL_L, FULL_R)  # fmt: skip
             if WIDE:
                 k_c, k_r = k_c.to(tl.float32), k_r.to(tl.float32)
             scores = tl.dot(q_c, tl.trans(k_c), input_precision="ieee")
@@ -101,21 +107,21 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
                 scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee")
             scores = tl.where(start + n[None, :] < bound[:, None], scores * times, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            decay = tl.exp2(peak - finite)
-            weights = tl.exp2(scores - finite[:, None])
+            decay = tl.exp2(peak - new_peak)
+            weights = tl.exp2(scores - new_peak[:, None])
             total = total * decay + tl.sum(weights, 1)
             acc = tl.dot(weights.to(k_c.dtype), k_c, acc * decay[:, None], input_precision="ieee")
             peak = new_peak
-        some = sees & (total > 0)
+        some = total > 0
         total = tl.where(some, total, 1.0)
         state = tl.where(some, peak + tl.log2(total), float("-inf"))
         acc = tl.where(some[:, None], acc / total[:, None], 0.0)
-        at = slot.to(tl.int64) * BM
+        first = slot.to(tl.int64) * BM
         i = tl.arange(0, BM)
-        rows_at = out + at * L + (i[:, None] * L + cols[None, :])
-        tl.store(rows_at, acc, mask=(m < rows)[:, None] & (cols < L)[None, :])
-        tl.store(lse + at + i, state, mask=m < rows)
+        mine = i < rows - m0
+        rows_at = out + first * L + (i[:, None] * L + cols[None, :])
+        tl.store(rows_at, acc, mask=mine[:, None] if FULL_L else mine[:, None] & (cols < L)[None, :])
+        tl.store(lse + first + i, state, mask=mine)
 
 
 def decode(
@@ -144,12 +150,13 @@ def decode(
     N, L, R, page = q_latent.shape[1], q_latent.shape[2], q_pe.shape[2], cache.shape[1]
     BM, BN, warps, stages = tile
     wide = q_latent.dtype != cache.dtype or cache.dtype == torch.float32
+    strides = (*q_latent.stride()[:2], *q_pe.stride()[:2], *cache.stride()[:2])
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     _decode_kernel[(items.shape[0],)](
         q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, items, count, out, lse, softmax_scale * LOG2E,
-        q_latent.stride(0), q_latent.stride(1), q_pe.stride(0), q_pe.stride(1), cache.stride(0), cache.stride(1),
-        block_table.stride(0),
-        N=N, L=L, R=R, PAGE=page, BM=BM, BN=BN, BL=power(L), BR=power(R), ONE_PAGE=page % BN == 0,
-        WIDE=wide, num_warps=warps, num_stages=stages,
+        *(stride // unit for stride in strides), block_table.stride(0), N, page,
+        UNIT=unit, L=L, R=R, BM=BM, BN=BN, BL=power(L), BR=power(R), ONE_PAGE=page % BN == 0, WIDE=wide,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -221,17 +228,16 @@ def aot() -> list[Compile]:
     """Every variant that the tier can launch at the size of DeepSeek-V3, per target, dtype and tile."""
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     pointers = ("block_table", "row_kv_lens", "items", "count")
-    strides = ("q_stride_t", "q_stride_n", "pe_stride_t", "pe_stride_n", "page_stride", "row_stride")
     entries = []
     for target, dtype in TARGET_DTYPES:
         for tile in decode_tiles(target, dtype, 512, 64):
             for one_page in (True, False):
                 kind, (BM, BN, warps, stages) = f"*{kinds[dtype]}", tile
                 signature = dict.fromkeys(("q_latent", "q_pe", "cache"), kind) | dict.fromkeys(pointers, "*i32")
-                signature |= {"out": "*fp32", "lse": "*fp32", "scale": "fp32", "table_stride": "i32"}
-                signature |= dict.fromkeys(strides, "i32:16")
-                constants = {"row_scale": None, "N": 128 if BM > 16 else 16, "L": 512, "R": 64}
-                constants |= {"PAGE": 64 if one_page else 1, "ONE_PAGE": one_page, "WIDE": dtype == torch.float32}
+                signature |= {"out": "*fp32", "lse": "*fp32", "scale": "fp32"}
+                signature |= dict.fromkeys((*STRIDES, *SIZES), "i32")
+                constants = {"row_scale": None, "UNIT": 8, "L": 512, "R": 64}
+                constants |= {"ONE_PAGE": one_page, "WIDE": dtype == torch.float32}
                 constants |= {"BM": BM, "BN": BN, "BL": 512, "BR": 64}
                 if dtype == torch.float16:
                     signature["row_scale"] = "*fp32"

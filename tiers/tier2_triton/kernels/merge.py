@@ -1,12 +1,12 @@
 """Merge two partial attention states of the same rows over disjoint keys.
 
-Motivation. Where one kernel cannot see all keys at once (context and new tokens apart, several chunks), each part leaves
-a normalised output and the log of its softmax denominator. Their merge is exact algebra and bound by memory: V (4 + 4 +
-4) bytes for each row and head in float32, once, where plain PyTorch would pass over them a dozen times.
+Motivation. Where one kernel cannot see all keys at once (context and new tokens apart, several chunks), each part
+leaves a normalised output and the log of its softmax denominator. Their merge is exact algebra and bound by memory:
+12 V bytes for each row and head in float32, once, where plain PyTorch would pass over them a dozen times.
 
-Idea. With m = max(lse_a, lse_b) and w = exp(lse - m), out = (w_a out_a + w_b out_b) / (w_a + w_b), lse = m + ln(w_a + w_b).
-Each program reads what it overwrites, so the result may lie where a lies. Products are not fused with the sum:
-swapped arguments give the same bits.
+Idea. With m = max(lse_a, lse_b) and w = exp(lse - m), out = (w_a out_a + w_b out_b) / (w_a + w_b) and
+lse = m + ln(w_a + w_b). Each program reads what it overwrites, so the result may lie where a lies. Products are not
+fused with the sum: swapped arguments give the same bits.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.
 

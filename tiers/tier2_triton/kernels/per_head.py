@@ -21,11 +21,12 @@ from tiers.tier2_triton.kernels.problem import Problem
 from tiers.tier2_triton.launch import TARGETS, power
 
 BT, BK = 16, 32
+SIZES = ["T", "N", "x_stride_t", "x_stride_n", "out_stride_t", "out_stride_n"]
 
 
-@triton.jit(do_not_specialize=["T"])
-def _per_head_kernel(x, W, out, row_scale, T, x_stride_t, x_stride_n, out_stride_t, out_stride_n,
-                     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+@triton.jit(do_not_specialize=SIZES)
+def _per_head_kernel(x, W, out, row_scale, T, N, x_stride_t, x_stride_n, out_stride_t, out_stride_n,
+                     UNIT: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BO: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """BT rows of one head: out = x W[n], divided by a power of two where `row_scale` takes it."""
     n = tl.program_id(1).to(tl.int64)
@@ -34,7 +35,7 @@ def _per_head_kernel(x, W, out, row_scale, T, x_stride_t, x_stride_n, out_stride
     acc = tl.zeros([BT, BO], tl.float32)
     for first in range(0, K, BK):
         inside = first + k < K
-        rows = x + (t * x_stride_t + n * x_stride_n)[:, None] + (first + k)[None, :]
+        rows = x + (t * x_stride_t * UNIT + n * x_stride_n * UNIT)[:, None] + (first + k)[None, :]
         a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
         b = tl.load(
             W + n * K * J + (first + k)[:, None] * J + o[None, :], mask=inside[:, None] & (o < J)[None, :], other=0.0
@@ -49,7 +50,7 @@ def _per_head_kernel(x, W, out, row_scale, T, x_stride_t, x_stride_n, out_stride
         factor = ((excess + 127) << 23).to(tl.float32, bitcast=True)
         acc = acc / factor[:, None]
         tl.store(row_scale + t * N + n, factor, mask=t < T)
-    where = out + (t * out_stride_t + n * out_stride_n)[:, None] + o[None, :]
+    where = out + (t * out_stride_t * UNIT + n * out_stride_n * UNIT)[:, None] + o[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=(t < T)[:, None] & (o < J)[None, :])
 
 
@@ -62,9 +63,12 @@ def per_head(x: Tensor, W: Tensor, out: Tensor, row_scale: Tensor | None = None)
     """
     T, N, K = x.shape
     J = W.shape[2]
+    strides = (*x.stride()[:2], *out.stride()[:2])
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    wide = x.dtype == torch.float32 or x.dtype != W.dtype
     _per_head_kernel[(triton.cdiv(T, BT), N)](
-        x, W, out, row_scale, T, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        N=N, K=K, J=J, BT=BT, BK=BK, BO=power(J), WIDE=x.dtype == torch.float32 or x.dtype != W.dtype, num_warps=4,
+        x, W, out, row_scale, T, N, *(stride // unit for stride in strides),
+        UNIT=unit, K=K, J=J, BT=BT, BK=BK, BO=power(J), WIDE=wide, num_warps=4,
     )  # fmt: skip
 
 
@@ -98,9 +102,9 @@ def aot() -> list[Compile]:
     entries = []
     for kind in ("bf16", "fp16", "fp32"):
         for K, J in ((128, 512), (512, 128)):
-            signature = {"x": f"*{kind}", "W": f"*{kind}", "out": f"*{kind}", "T": "i32"}
-            signature |= dict.fromkeys(("x_stride_t", "x_stride_n", "out_stride_t", "out_stride_n"), "i32:16")
-            constants: dict[str, Any] = {"N": 128, "K": K, "J": J, "BT": BT, "BK": BK, "BO": J, "WIDE": kind == "fp32"}
+            signature = {"x": f"*{kind}", "W": f"*{kind}", "out": f"*{kind}"}
+            signature |= dict.fromkeys(SIZES, "i32")
+            constants: dict[str, Any] = {"UNIT": 8, "K": K, "J": J, "BT": BT, "BK": BK, "BO": J, "WIDE": kind == "fp32"}
             scaled = kind == "fp16" and J == 512
             if scaled:
                 signature["row_scale"] = "*fp32"

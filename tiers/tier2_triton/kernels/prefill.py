@@ -8,9 +8,9 @@ latent rows has been gathered and expanded into a workspace.
 Idea. A work item is a tile of rows of one request and the span of its keys that the workspace holds. A row sees keys
 [0, row_kv_lens[row] - first_key) of the span, clipped to it. This one rule gives the causal mask, the full mask,
 explicit bounds and a context chunk that all rows see whole. Up to the smallest bound of the tile nothing is masked;
-after it, up to the largest, everything is. k_pe is one row for all heads: a second product adds its scores, so that keys
-are never concatenated. Where a request's keys do not fit into one workspace, the tile goes on from the state that
-the last launch left (out in float32, lse): m = lse, l = 1, acc = out is an online softmax after those keys.
+after it, up to the largest, everything is. k_pe is one row for all heads: a second product adds its scores, so that
+keys are never concatenated. Where a request's keys do not fit into one workspace, the tile goes on from the state that
+the last launch left (out in float32, lse): m = lse, total = 1, acc = out is an online softmax after those keys.
 
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1; DeepSeek-V2 (arXiv 2405.04434), eqs. 9 to 18.
 
@@ -31,9 +31,7 @@ from mla.errors import bad
 from mla.state import AttentionState, merge
 from tiers.tier2_triton.kernels.problem import Problem
 
-# What the columns of a work list say; a list is (num_tiles, 7) int32.
-ROW, ROWS, AT, KEYS, FIRST_KEY, ACC_ROW, FLAGS = range(7)
-COLUMNS = 7
+COLUMNS = 7  # of a work list
 CONTINUES, LEAVES = 1, 2  # flags: goes on from the state in acc and lse; leaves its output in acc, not in out
 LN2 = 0.6931471805599453
 
@@ -94,7 +92,7 @@ def _long_scores(
 
 @triton.jit
 def _fold_keys(
-    acc, m, l, short, long, q_nope, q_rest, q_pe, visible, first, stop, last, k_nope, k_pe, v, k_desc, rest_desc,
+    acc, m, total, short, long, q_nope, q_rest, q_pe, visible, first, stop, last, k_nope, k_pe, v, k_desc, rest_desc,
     pe_desc, v_desc, stride_k, stride_pe, stride_v, at, head, scale,
     P: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
@@ -102,8 +100,9 @@ def _fold_keys(
 ):  # fmt: skip
     """Online softmax over the blocks of keys from `first` to `stop`.
 
-    AHEAD, short + long are the scores of the block to come, whose products have been started a block earlier: the short
-    one, which the compiler waits for, is a sum of its own, so that the long one runs while exponentials are taken.
+    AHEAD, short + long are the scores of this block, whose products were started a block earlier: the short one, which
+    the compiler waits for, is a sum of its own, so that the long one runs while exponentials are taken. In one sum its
+    registers would be copied while it runs, and ptxas serialises every product of such a kernel (warning C7514).
     """
     none = tl.zeros(short.shape, tl.float32)
     for start in tl.range(first, stop, BLOCK_N):
@@ -126,17 +125,17 @@ def _fold_keys(
         new = tl.maximum(m, tl.max(scores, 1) * scale)
         weights = tl.math.exp2(scores * scale - new[:, None])
         shrink = tl.math.exp2(m - new)
-        l = l * shrink + tl.sum(weights, 1)
+        total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         values = _block(v, v_desc, stride_v, at, head * V, start, last, V, BLOCK_V, BLOCK_N, MASKED, TMA)
         if MASKED and TMA:  # 0 * NaN is NaN: a weight of 0 does not drop what lies past the span
             values = tl.where((start + tl.arange(0, BLOCK_N) < last)[:, None], values, 0.0)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
         m = new
-    return acc, m, l, short, long
+    return acc, m, total, short, long
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_kv_lens", "tiles"])
 def _prefill_kernel(
     q_nope, q_pe, k_nope, k_pe, v, k_desc, rest_desc, pe_desc, v_desc, row_kv_lens, tiles, acc_out, out, lse,
     stride_q_t, stride_q_n, stride_qpe_t, stride_qpe_n, stride_k_s, stride_k_n, stride_kpe_s, stride_v_s, stride_v_n,
@@ -176,7 +175,7 @@ def _prefill_kernel(
     before = tl.load(at_lse, mask=own & ((flags & 1) != 0), other=float("-inf"))
     has = before > float("-inf")
     m = tl.where(has, before * 1.4426950408889634, -3.0e38)  # finite, so that m - m is 0 where nothing was seen
-    l = tl.where(has, 1.0, 0.0)
+    total = tl.where(has, 1.0, 0.0)
     acc = tl.load(at_acc, mask=mask_v & has[:, None], other=0.0)
     # a row that has seen earlier keys but none of these must be masked everywhere; one without any is zeroed at the end
     highest = tl.max(visible)
@@ -198,21 +197,21 @@ def _prefill_kernel(
             nope, k_nope, k_desc, stride_k_s, at, head * P, 0, highest, none,
             P, BLOCK_P, BLOCK_REST, BLOCK_N, True, TMA,
         )  # fmt: skip
-    acc, m, l, short, long = _fold_keys(
-        acc, m, l, short, long, nope, rest, pe, visible, 0, whole, highest, k_nope, k_pe, v, k_desc, rest_desc,
+    acc, m, total, short, long = _fold_keys(
+        acc, m, total, short, long, nope, rest, pe, visible, 0, whole, highest, k_nope, k_pe, v, k_desc, rest_desc,
         pe_desc, v_desc, stride_k_s, stride_kpe_s, stride_v_s, at, head, scale,
         P, R, V, BLOCK_P, BLOCK_REST, BLOCK_R, BLOCK_V, BLOCK_N, AHEAD, False, TMA,
     )  # fmt: skip
-    acc, m, l, short, long = _fold_keys(
-        acc, m, l, short, long, nope, rest, pe, visible, whole, highest, highest, k_nope, k_pe, v, k_desc, rest_desc,
-        pe_desc, v_desc, stride_k_s, stride_kpe_s, stride_v_s, at, head, scale,
+    acc, m, total, short, long = _fold_keys(
+        acc, m, total, short, long, nope, rest, pe, visible, whole, highest, highest, k_nope, k_pe, v, k_desc,
+        rest_desc, pe_desc, v_desc, stride_k_s, stride_kpe_s, stride_v_s, at, head, scale,
         P, R, V, BLOCK_P, BLOCK_REST, BLOCK_R, BLOCK_V, BLOCK_N, AHEAD, True, TMA,
     )  # fmt: skip
 
     some = sees | has
-    l = tl.where(some, l, 1.0)
-    result = tl.where(some[:, None], acc / l[:, None], 0.0)
-    tl.store(at_lse, tl.where(some, (m + tl.math.log2(l)) * 0.6931471805599453, float("-inf")), mask=own)
+    total = tl.where(some, total, 1.0)
+    result = tl.where(some[:, None], acc / total[:, None], 0.0)
+    tl.store(at_lse, tl.where(some, (m + tl.math.log2(total)) * 0.6931471805599453, float("-inf")), mask=own)
     tl.store(at_acc, result, mask=mask_v & ((flags & 2) != 0))
     at_out = out + (row * stride_out_t + far_head * stride_out_n) + local[:, None] * stride_out_t + cols_v[None, :]
     tl.store(at_out, result.to(out.dtype.element_ty), mask=mask_v & (flags < 2))
@@ -280,19 +279,9 @@ FLOAT32_TILES = tuple(PrefillTile(*tile) for tile in ((32, 32, 8, 1, 0, 0), (16,
 
 
 def prefill(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    row_kv_lens: Tensor,
-    tiles: Tensor,
-    acc: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    tile: tuple[int, int, int, int, int, int],
-) -> None:
+    q_nope: Tensor, q_pe: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, row_kv_lens: Tensor, tiles: Tensor,
+    acc: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, tile: tuple[int, int, int, int, int, int],
+) -> None:  # fmt: skip
     """Attend the rows of every tile over its span: `out = softmax(scale (q_nope k_nope^T + q_pe k_pe^T)) v`.
 
     q_nope (T, N, P), q_pe (T, N, R), k_nope (n, N, P), k_pe (n, R), v (n, N, V) of one dtype; row_kv_lens (T,) int32
@@ -328,31 +317,21 @@ def _rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def prefill_reference(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    row_kv_lens: Tensor,
-    tiles: Tensor,
-    acc: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    tile: tuple[int, int, int, int, int, int],
-) -> None:
+    q_nope: Tensor, q_pe: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, row_kv_lens: Tensor, tiles: Tensor,
+    acc: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, tile: tuple[int, int, int, int, int, int],
+) -> None:  # fmt: skip
     """Define `prefill` in plain PyTorch, tile by tile; shapes as there, such as q_nope (T, N, P)."""
     wide = torch.promote_types(q_nope.dtype, torch.float32)
     for row, rows, at, keys, first_key, acc_row, flags in tiles.tolist():
-        part, span, held = slice(row, row + rows), slice(at, at + keys), slice(acc_row, acc_row + rows)
+        part, held = slice(row, row + rows), slice(acc_row, acc_row + rows)
         visible = (row_kv_lens[part] - first_key).clamp(0, keys)
-        seen = torch.arange(keys, device=tiles.device) < visible[:, None]
-        used = seen.any(0)
+        most = int(visible.max())
         nope, pe = (torch.where((visible > 0)[:, None, None], x[part].to(wide), 0) for x in (q_nope, q_pe))
-        k, p, values = (torch.where(used.view(-1, *[1] * (x.dim() - 1)), x[span].to(wide), 0) for x in (k_nope, k_pe, v))
-        scores = torch.einsum("tnp,snp->tns", nope, k) + torch.einsum("tnr,sr->tns", pe, p)
-        scores = (scores * softmax_scale).masked_fill(~seen[:, None], float("-inf"))
-        total = torch.logsumexp(scores, -1) if keys else scores.new_full(scores.shape[:2], float("-inf"))
+        k, shared, values = (x[at : at + most].to(wide) for x in (k_nope, k_pe, v))
+        scores = torch.einsum("tnp,snp->tns", nope, k) + torch.einsum("tnr,sr->tns", pe, shared)
+        hidden = torch.arange(most, device=tiles.device) >= visible[:, None]
+        scores = (scores * softmax_scale).masked_fill(hidden[:, None], float("-inf"))
+        total = torch.logsumexp(scores, -1) if most else scores.new_full(scores.shape[:2], float("-inf"))
         weights = torch.exp(scores - torch.where(total == float("-inf"), 0, total)[..., None])
         state = AttentionState(torch.einsum("tns,snv->tnv", weights, values), total)
         if flags & CONTINUES:
@@ -436,11 +415,19 @@ def compile_entry(
     kind, (block_p, block_rest), block_r, block_v = TYPES[dtype], blocks_of(P), block_of(R), block_of(V)
     kinds = dict.fromkeys(("q_nope", "q_pe", "k_nope", "k_pe", "v", "out"), f"*{kind}")
     kinds |= {"row_kv_lens": "*i32", "tiles": "*i32", "acc_out": "*fp32", "lse": "*fp32", "scale": "fp32"}
-    constants = {"P": P, "R": R, "V": V, "BLOCK_P": block_p, "BLOCK_REST": block_rest, "BLOCK_R": block_r}
+    constants: dict[str, object] = {
+        "P": P,
+        "R": R,
+        "V": V,
+        "BLOCK_P": block_p,
+        "BLOCK_REST": block_rest,
+        "BLOCK_R": block_r,
+    }
     constants |= {"BLOCK_V": block_v, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     constants |= {"AHEAD": bool(tile.ahead), "TMA": bool(tile.tma)}
     constants["stride_lse_n"] = 1  # the runtime takes an argument that is 1 as a constant
-    for name, width in (("k_desc", block_p), ("rest_desc", block_rest), ("pe_desc", R and block_r), ("v_desc", block_v)):
+    widths = {"k_desc": block_p, "rest_desc": block_rest, "pe_desc": R and block_r, "v_desc": block_v}
+    for name, width in widths.items():
         if tile.tma and width:
             kinds[name] = f"tensordesc<{kind}[{tile.block_n},{width}]>"
         else:
