@@ -8,6 +8,15 @@ ARGS      ?=
 VENV    := .venv
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES)
+
+# Tests of Triton's kernels run in its interpreter, which a process takes for good: a run of their own. Files and test
+# ids in ARGS go to the run that they belong to; the rest may select nothing there, which pytest says by exit code 5.
+KERNELS := $(shell grep -l '^require_triton()' tests/test_triton_*.py)
+FILES   := $(filter tests/%,$(ARGS))
+INTERPRETED := $(if $(FILES),$(filter $(addsuffix %,$(KERNELS)),$(FILES)),$(KERNELS))
+OTHERS  := $(filter-out $(INTERPRETED),$(FILES))
+EMPTY   := $(if $(ARGS),|| [ $$$$? -eq 5 ])
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -19,8 +28,9 @@ help:  ## list the targets
 compare: $(VENV)/.core  ## set up, then replay a request trace through the tiers and the oracle (ARGS="--requests 8")
 	$(BIN)/mla compare $(ARGS)
 
-test: $(VENV)/.test  ## set up, then run the whole CPU suite (ARGS="-k merge")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
+test: $(VENV)/.test  ## set up, then run the whole CPU suite, and Triton's kernels interpreted (ARGS="-k merge")
+	$(if $(FILES),$(if $(OTHERS),$(PYTEST) $(filter-out $(INTERPRETED),$(ARGS)) $(EMPTY)),$(PYTEST) $(ARGS) $(EMPTY))
+	$(if $(INTERPRETED),TRITON_INTERPRET=1 $(PYTEST) $(filter-out tests/%,$(ARGS)) $(INTERPRETED) $(EMPTY))
 
 lint: $(VENV)/.lint  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

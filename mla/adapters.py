@@ -89,7 +89,8 @@ def from_latent(name: str, kernel: LatentKernel, why_not: Callable[[Need], list[
 class ComposedTier(Tier):
     """Two tiers over one cache: requests of at most `decode_query_len` new tokens go to `decode`, others to `prefill`.
 
-    Cache allocation and writes are the decode half's; the prefill half's why_not judges the same layout.
+    Cache allocation and writes are the decode half's; the prefill half's why_not judges the same layout. A half's
+    `fused_input` (see `MLALayer`) is not handed on: the layer norms, rotates and writes in separate steps.
     """
 
     decode: Tier

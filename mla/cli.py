@@ -48,9 +48,10 @@ def tier_of(spec: str | TierPair, settings: RunSettings) -> Any:
     if isinstance(spec, TierPair):
         return tiers.compose(tier_of(spec.decode, settings), tier_of(spec.prefill, settings))
     options: dict[str, Any] = {}
-    if spec.partition(":")[0] == "paged":
+    name = spec.partition(":")[0]
+    if name in ("paged", "triton"):
         options = {"form": settings.form, "max_workspace_tokens": settings.max_workspace_tokens}
-        if settings.tune_file is not None:
+        if name == "paged" and settings.tune_file is not None:
             options["costs"] = FormCosts.load(settings.tune_file)
     return tiers.get(spec, **options)
 

@@ -128,7 +128,7 @@ class RunSettings(BaseSettings):
         None, description="Cached rows that a tier gathers or expands at once, at least a page; none: by the formula."
     )
     form: Literal["auto", "mha", "mqa"] = Field(
-        "auto", description="Form of the paged tier: expanded (mha), absorbed (mqa), or per request by cost (auto)."
+        "auto", description="Form of paged and triton: expanded (mha), absorbed (mqa), or chosen per request (auto)."
     )
     tune_file: Annotated[Path, BeforeValidator(_path)] | None = Field(
         None, description="Times of both forms that `mla tune` wrote, for form = auto; none: by counted work."

@@ -150,7 +150,8 @@ def plan(tier: Tier, need: Need, batch: AttentionBatch, into: Plan | None = None
     Raises ValueError that names the field: another mask, page size or device, a broken promise of capacity, or a plan
     made for another Need or by another tier; `into` is unchanged then.
     """
-    refuse(tier, need)
+    if into is None or into.need is not need:  # else it was accepted when that plan was made
+        refuse(tier, need)
     check_equal("batch.mask", batch.mask, need.mask, "build batch and Need with one mask")
     check_equal("batch.page_size", batch.page_size, need.page_size, "use the cache's page size")
     device = normal_device(batch.seq_lens.device)

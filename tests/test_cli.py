@@ -216,7 +216,7 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["compare", "--tier", "pagedd"], "tier: expected one of naive, paged, template"),
+        (["compare", "--tier", "pagedd"], "tier: expected one of naive, paged, triton, template"),
         (["compare", "--tier", "pagedd"], "did you mean 'paged'"),
         (["compare", "--tier", "mine.py"], "tier: expected the path of a Python file, got mine.py"),
         (["compare", "--tier", "paged:abs"], "form: expected 'auto', 'mha' or 'mqa', got 'abs'"),
@@ -318,13 +318,27 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
 # tiers, check
 
 
-def test_tiers_says_yes_and_who_auto_takes(tmp_path):
+def test_tiers_says_yes_and_who_auto_takes(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("mla.need.version", lambda name: "3.7.1")
     code, record, out = record_of(tmp_path, "tiers")
     assert code == 0
-    assert [(tier["name"], tier["status"]) for tier in record["tiers"]][:3] == [
-        *(("naive", "yes"), ("paged", "yes"), ("template", "yes")),
+    assert [(tier["name"], tier["status"]) for tier in record["tiers"]][:4] == [
+        *(("naive", "yes"), ("paged", "yes"), ("triton", "no"), ("template", "yes")),
     ]
-    assert "auto: paged" in out
+    (reason,) = record["tiers"][2]["reasons"]
+    assert reason.startswith("device 'cpu' is not served by triton")
+    assert f"auto: paged: the first tier without a reason against it. triton refuses: {reason}" in out
+
+
+def test_options_of_a_run_reach_every_tier_that_has_them():
+    from mla.cli import tier_of
+
+    settings = RunSettings(form="mqa", max_workspace_tokens=640)
+    for name in ("paged", "triton"):
+        tier = tier_of(name, settings)
+        assert (tier.name, tier.max_workspace_tokens) == (f"{name}:mqa", 640)
+    assert tier_of("naive", settings).name == "naive:mha"
 
 
 def test_tiers_prints_every_reason_whole(tmp_path, tier_file):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,28 @@ FEATURES = {
     "graph_capture": True,
 }
 ATTEND = "from tiers.template import attend\n"
+NO_GPU = (
+    "device 'cpu' is not served by triton, which compiles for GPUs; use a GPU, or start the process with"
+    " TRITON_INTERPRET=1 to interpret the kernels (slow, for tests)."
+)
+NO_TRITON = (
+    'triton is not installed; triton needs triton >= 3.6; run pip install "mla-tiers[triton]" or choose another tier.'
+)
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch):
+    """A process that interprets no kernels and has some triton, whatever is installed here; call it for one without."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = {"triton": "3.7.1"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr("mla.need.version", version)
+    return found
 
 
 def distribution(folder: Path, name: str, entries: dict[str, str], module: str) -> None:
@@ -61,7 +84,7 @@ def test_every_name_gives_a_tier_that_says_its_name(name):
 
 
 def test_names_of_our_tiers():
-    assert tiers.names()[:3] == ["naive", "paged", "template"]
+    assert tiers.names()[:4] == ["naive", "paged", "triton", "template"]
     assert tiers.get("naive").name == "naive:mha"
 
 
@@ -85,7 +108,7 @@ def test_two_names_give_a_composed_tier():
             "pagd",
             {},
             ValueError,
-            "tier: expected one of naive, paged, template, or a path, got 'pagd'. Fix: did you mean 'paged'",
+            "tier: expected one of naive, paged, triton, template, or a path, got 'pagd'. Fix: did you mean 'paged'",
         ),
         ("nave:mha", {}, ValueError, "tier: expected one of .*got 'nave:mha'. Fix: did you mean 'naive'"),
         ("Naive", {}, ValueError, "tier: .*did you mean 'naive'"),
@@ -201,10 +224,10 @@ def test_a_file_that_is_no_tier_is_named(tmp_path, text, kind, message):
 def test_an_entry_point_is_a_tier_by_name(install):
     module = "from tiers import from_attend\n" + ATTEND + "tier = from_attend('fast', attend)\n"
     install("fake_fast", {"fast": "fake_fast:tier"}, module)
-    assert tiers.names() == ["naive", "paged", "template", "fast"]
+    assert tiers.names() == ["naive", "paged", "triton", "template", "fast"]
     case = shared_case((3, 1), (9, 6))
     case.check(case.run("fast"))
-    assert tiers.why_not(case.need) == {"naive": [], "paged": [], "template": [], "fast": []}
+    assert tiers.why_not(case.need) == {"naive": [], "paged": [], "triton": [NO_GPU], "template": [], "fast": []}
     with pytest.raises(ValueError, match="did you mean 'fast'"):
         tiers.get("fasst")
 
@@ -285,9 +308,23 @@ def test_a_tier_that_cannot_load_has_that_as_its_reason(install, module, reason)
 
 def test_auto_says_which_and_why():
     tier, why = tiers.select(make_need())
-    assert (tier.name, why) == ("paged", "paged: the first tier without a reason against it.")
+    assert (tier.name, why) == (
+        "paged",
+        f"paged: the first tier without a reason against it. triton refuses: {NO_GPU}",
+    )
     tier, why = tiers.select(make_need(), "naive:mqa")
     assert (tier.name, why) == ("naive:mqa", "naive:mqa: asked for by name.")
+
+
+def test_auto_without_triton_is_still_one_sentence_and_the_table_names_the_extra(laptop):
+    del laptop["triton"]
+    reasons = tiers.why_not(make_need())["triton"]
+    assert reasons == [NO_GPU, NO_TRITON]  # to install it would not help here
+    tier, why = tiers.select(make_need())
+    assert (tier.name, why) == (
+        "paged",
+        f"paged: the first tier without a reason against it. triton refuses, 2 reasons, the first: {NO_GPU}",
+    )
 
 
 def test_options_of_auto_are_given_on_and_never_dropped():
@@ -303,16 +340,21 @@ def test_auto_takes_the_second_where_the_first_refuses(monkeypatch):
     tier, why = tiers.select(make_need())
     assert tier.name == "naive:mha"
     assert why == (
-        "naive: the first tier without a reason against it. paged refuses: page_size = 4; it takes 64 only; use 64."
+        f"naive: the first tier without a reason against it. triton refuses: {NO_GPU}"
+        " paged refuses: page_size = 4; it takes 64 only; use 64."
     )
 
 
 def test_T3_no_tier_left_lists_every_tier_with_its_reason():
     need = make_need(window=4, sinks=True)
-    with pytest.raises(ValueError, match=r"^no tier that 'auto' may take serves this Need\. paged refuses: ") as caught:
+    text = (
+        r"^no tier that 'auto' may take serves this Need\. triton refuses: .* paged refuses: window .* naive refuses: "
+    )
+    with pytest.raises(ValueError, match=text) as caught:
         tiers.select(need)
     for name, reasons in tiers.why_not(need).items():
-        assert len(reasons) == 2
+        assert {reason.split(" ")[0] for reason in reasons} - {"device"} == {"window", "sinks"}
+        assert len(reasons) == (3 if name == "triton" else 2)
         assert f"{name}: {' '.join(reasons)}" in str(caught.value)
 
 
@@ -339,15 +381,19 @@ def test_T1_a_feature_is_refused_in_a_sentence_and_never_dropped(name, feature, 
         mean_case([1], [[1.0] * 10], **{feature: value}).run(tier)
 
 
-def test_T5_the_registry_imports_no_tier_before_it_is_asked():
+def test_T5_the_registry_imports_no_tier_before_it_is_asked_and_auto_no_kernel_without_a_gpu():
     program = (
         "import sys, tiers\n"
         "print(*sorted(m for m in sys.modules if m.startswith('tiers.')))\n"
         "tiers.get('naive')\n"
-        "print(*sorted(m for m in sys.modules if m.startswith('tiers.')))"
+        "print(*sorted(m for m in sys.modules if m.startswith('tiers.')))\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from small_case import make_need\n"
+        "print(tiers.select(make_need())[0].name, {'triton', 'tiers.tier2_triton.kernels'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout.split("\n")[:2]) == (0, ["", "tiers.tier0_naive"]), result.stderr
+    lines = result.stdout.split("\n")[:3]
+    assert (result.returncode, lines) == (0, ["", "tiers.tier0_naive", "paged set()"]), result.stderr
 
 
 def test_T8_lengths_of_shape_B_1_are_named_with_the_shape_to_pass():

@@ -3,7 +3,7 @@
 Axes: T new tokens (packed over requests), n keys in the workspace, N heads, P nope, R rope, V value.
 """
 
-from triton_here import DEVICE, DTYPES, INTERPRETED, require_triton
+from triton_here import DEVICE, DTYPES, require_triton
 
 require_triton()
 
@@ -24,9 +24,8 @@ from tiers.tier2_triton.kernels.prefill import (  # noqa: E402
 )
 
 NAN, INF, U = float("nan"), float("inf"), 2.0**-24
-HAS_TMA = INTERPRETED or (DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9)
-ODD, EXACT, NO_ROPE, TWO_BLOCKS = (3, 24, 8, 10), (2, 16, 16, 32), (3, 20, 0, 10), (2, 48, 16, 16)  # N, P, R, V
-PLAIN, AHEAD = PrefillTile(16, 16, 4, 1, 0, 0), PrefillTile(16, 16, 4, 3, 1, 0)
+ODD, NO_ROPE, TWO_BLOCKS = (3, 24, 8, 10), (3, 20, 0, 10), (2, 48, 16, 16)  # N, P, R, V
+PLAIN, AHEAD = PrefillTile(16, 16, 4, 1, 0), PrefillTile(16, 16, 4, 3, 1)
 
 
 def run(arguments, **changes):
@@ -76,14 +75,6 @@ def test_the_kernel_is_its_reference_in_float64(sizes, tile, dtype):
     assert (got["out"][45:] == 0).all()
     assert (got["lse"][45:] == -INF).all()
     assert exact["lse"][:45].isfinite().all()
-
-
-@pytest.mark.skipif(not HAS_TMA, reason="this GPU does not load by descriptor")
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("sizes", [EXACT, TWO_BLOCKS], ids=["exact", "two_blocks"])
-def test_keys_and_values_by_descriptor(sizes, ahead):
-    # a span that ends inside a block: what follows it in the workspace, another span or NaN, must not leak
-    check(spans_problem(TOY, sizes, PrefillTile(16, 16, 4, 2, ahead, 1), torch.float32, DEVICE).arguments)
 
 
 def bounds_problem(bounds, keys, tile=AHEAD, first_key=0, flags=0):
@@ -168,16 +159,14 @@ def test_no_tiles_no_launch():
 
 def test_tiles_of_released_sizes_fit_and_match_what_the_kernel_says():
     limit = {"sm_90": 232448, "sm_80": 166912, "gfx942": 65536}
-    assert prefill_tile(torch.bfloat16, 128, 64, 128, limit["sm_90"], tma=True) == kernel.TILES[0]
-    # 128 rows of 192, four blocks of 64 keys of 192 and three of values of 128, in two bytes, and a kilobyte
-    bytes_ = 2 * (128 * 192 + 64 * (4 * 192 + 3 * 128)) + 1024
+    assert prefill_tile(torch.bfloat16, 128, 64, 128, limit["sm_90"]) == (128, 64, 8, 3, 1)
+    assert prefill_tile(torch.bfloat16, 128, 64, 128, limit["sm_80"]) == (128, 64, 8, 2, 0)
+    # 128 rows of 192, four blocks of 64 keys of 192 and three of values of 128, in two bytes
+    bytes_ = 2 * (128 * 192 + 64 * (4 * 192 + 3 * 128))
     assert shared_bytes(kernel.TILES[0], torch.bfloat16, 128, 64, 128) == bytes_
-    for arch, most in limit.items():
+    for most in limit.values():
         for dtype in (torch.bfloat16, torch.float32):
             for P, R, V in kernel.SHAPES:
-                tile = prefill_tile(dtype, P, R, V, most, kernel.has_tma(arch))
-                assert shared_bytes(tile, dtype, P, R, V) <= most
-                assert not tile.tma or arch == "sm_90"
-    assert not prefill_tile(torch.bfloat16, 120, 64, 128, limit["sm_90"], tma=True).tma  # blocks wider than heads
+                assert shared_bytes(prefill_tile(dtype, P, R, V, most), dtype, P, R, V) <= most
     with pytest.raises(ValueError, match=r"at most 1,000 bytes, got .* bytes for a tile of .*absorbed form"):
         prefill_tile(torch.bfloat16, 128, 64, 128, 1000)

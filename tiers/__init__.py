@@ -73,8 +73,9 @@ def get(spec: str | os.PathLike[str] | dict[str, str], **options: Any) -> Tier:
 
 
 def select(need: Need, spec: str | os.PathLike[str] | dict[str, str] = "auto", **options: Any) -> tuple[Tier, str]:
-    """Return the tier for `need` and a sentence that says which and why; "auto" takes the first one without a reason.
+    """Return the tier for `need` and the text that says which and why; "auto" takes the first one without a reason.
 
+    The text has a sentence for each tier that "auto" passed over, with its first reason; `why_not` has them all.
     Raises ValueError with every reason, and the tiers that would do, where an explicit tier refuses, or where no tier
     is left. Never falls back.
     """
@@ -84,13 +85,15 @@ def select(need: Need, spec: str | os.PathLike[str] | dict[str, str] = "auto", *
         if not reasons:
             return tier, f"{tier.name}: asked for by name."
         raise ValueError(f"tier {tier.name!r} refuses: {' '.join(reasons)} {_way_out(why_not(need))}")
-    passed = ""
+    passed, refused = "", ""
     for name in _AUTO:
         reasons = _reasons(name, need, options)
         if not reasons:
             return get(name, **options), f"{name}: the first tier without a reason against it.{passed}"
-        passed += f" {name} refuses: {' '.join(reasons)}"
-    raise ValueError(f"no tier that 'auto' may take serves this Need.{passed} {_way_out(why_not(need))}")
+        more = f", {len(reasons)} reasons, the first" if len(reasons) > 1 else ""
+        passed += f" {name} refuses{more}: {reasons[0]}"
+        refused += f" {name} refuses: {' '.join(reasons)}"
+    raise ValueError(f"no tier that 'auto' may take serves this Need.{refused} {_way_out(why_not(need))}")
 
 
 def why_not(need: Need) -> dict[str, list[str]]:

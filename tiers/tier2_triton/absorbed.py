@@ -139,6 +139,23 @@ def attend_round(
     )  # fmt: skip
 
 
+def attend_latent_rounds(
+    rounds: list[Round], q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, plan: Plan, out: Tensor, lse: Tensor
+) -> None:
+    """Attend absorbed queries alone: q_latent (T, N, L) and q_pe (T, N, R) to out (T, N, L) and lse (T, N) float32."""
+    from tiers.tier2_triton.kernels.combine import combine
+    from tiers.tier2_triton.kernels.decode import decode
+
+    for step in rounds:
+        part = plan.scratch("part", (step.slots, step.tile[0], plan.need.L), torch.float32)
+        part_lse = plan.scratch("part_lse", (step.slots, step.tile[0]), torch.float32)
+        assert isinstance(step.rows, slice), "all requests are absorbed here"
+        bounds = (step.block_table, step.row_kv_lens, step.items, step.counts)
+        queries = q_latent[step.rows], q_pe[step.rows]
+        decode(*queries, None, cache.data, *bounds, part, part_lse, plan.need.softmax_scale, step.tile)
+        combine(part, part_lse, step.merges, step.counts[1:], out[step.rows], lse[step.rows], step.in_order)
+
+
 def deliver_rounds(
     rounds: list[Round], q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan, state: AttentionState
 ) -> None:

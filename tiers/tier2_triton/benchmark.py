@@ -12,9 +12,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from mla.replicas import UNIT_ROUNDOFF
 from mla.roofline import Gpu
 from mla.timing import Lap, Timing, lap_of, turns
 from tiers.tier2_triton.aot_table import PACKAGE, kernel_names
-from tiers.tier2_triton.kernels.problem import Problem
+
+if TYPE_CHECKING:
+    from tiers.tier2_triton.kernels.problem import Problem
 
 DEVICE, DTYPE = "cuda:0", torch.bfloat16
 SLACK = 4.0  # unit roundoffs by which rms(result - reference) may differ, beside rms(reference)
@@ -39,9 +41,9 @@ class Story:
     name: str
     wrapper: Callable[..., Any]
     reference: Callable[..., Any]
-    problem: Callable[..., Problem]
+    problem: Callable[..., "Problem"]
 
-    def run(self, function: Callable[..., Any], problem: Problem) -> dict[str, Tensor]:
+    def run(self, function: Callable[..., Any], problem: "Problem") -> dict[str, Tensor]:
         """Call wrapper or reference on a problem; return the tensors that it wrote, in any shape, by name."""
         function(**problem.arguments)
         return {name: problem.arguments[name] for name in problem.outputs}
@@ -71,7 +73,7 @@ def fault_of(story: Story, device: str, dtype: torch.dtype = DTYPE) -> str:
     mine = story.run(story.wrapper, story.problem("toy", dtype, device))
     theirs = story.problem("toy", dtype, device)
     wide = {name: widened(value) for name, value in theirs.arguments.items()}
-    truth = story.run(story.reference, Problem(wide, theirs.outputs, theirs.nbytes, theirs.flops))
+    truth = story.run(story.reference, replace(theirs, arguments=wide))
     for name, right in truth.items():
         found, right = mine[name].double(), right.double()
         finite = torch.isfinite(right)

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -68,7 +70,7 @@ class ExpandedSteps:
     """
 
     route: str
-    tile: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    tile: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     chunks: list[Chunk] = field(default_factory=list)
     sizes: Sizes = field(default_factory=dict)
     parts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -148,14 +150,13 @@ def plan_expanded(
     for b in requests:
         counts[b] = batch.seq_lens_host[b] if batch.query_lens_host[b] else 0
     packed = pack_chunks(counts, cap, need.page_size)
-    starts = [0, *accumulate(batch.query_lens_host)]
     steps = ExpandedSteps(route)
     if route == "triton":
-        held, work = _tiles(steps, need, batch, sorted(requests), packed, starts)
+        held, work = _tiles(steps, need, batch, sorted(requests), packed)
         calls: list[list[Call]] = [[] for _ in work]
     else:
-        held, calls = _calls(steps, batch, sorted(requests), packed, starts)
-        work = [[] for _ in calls]
+        held, calls = _calls(steps, batch, sorted(requests), packed)
+        work = [np.zeros((0, 7), np.int32) for _ in calls]
     steps.chunks = _upload(need, packed, work, calls)
     rows = max((c.rows for c in steps.chunks), default=0)
     queries = max((batch.query_lens_host[b] for b in requests), default=0)
@@ -169,8 +170,14 @@ def plan_expanded(
 def expanded_sizes(need: Need, cap: int, route: str = "triton") -> Sizes:
     """Return the scratch buffers of a Need with a capacity, (shape, dtype) by name, for a workspace of `cap` rows.
 
-    latent rows (cap, L + R), keys (cap, N, P), values (cap, N, V); and an accumulator (max_tokens, N, V) in float32
-    where a request may not fit into one chunk and results are not float32 themselves.
+    Latent rows (cap, L + R), keys (cap, N, P) and values (cap, N, V); an accumulator (max_tokens, N, V) in float32 for
+    rows whose keys lie in several chunks; an LSE (max_tokens, N) where none is asked for. With s bytes a number:
+
+        cap (L + R + N (P + V)) s + 4 max_tokens N (V or 0) + 4 max_tokens N (0 with need.lse)
+
+    "triton" needs no accumulator where all keys fit into one chunk or the output is float32, in which it adds up; there
+    the others need one too, and cap N (P + R) s for whole keys, max_query_len N (P + R) s for queries, V = P + R for
+    "padded", and what their kernel allocates: one call's output and LSE. Raises ValueError without a capacity.
     """
     c = need.capacity
     if c is None:
@@ -201,61 +208,57 @@ def _out_is_acc(need: Need, route: str) -> bool:
     return route == "triton" and need.out_dtype == torch.float32
 
 
-def _tile(need: Need) -> tuple[int, int, int, int, int, int]:
+def _tile(need: Need) -> tuple[int, int, int, int, int]:
     """The kernel's tile on this GPU; on one that is not known, the tile for the least shared memory."""
-    from tiers.tier2_triton.kernels.prefill import has_tma, prefill_tile
+    from tiers.tier2_triton.kernels.prefill import prefill_tile
 
-    limit = SHARED_LIMIT.get(need.arch, min(SHARED_LIMIT.values()))
-    # a descriptor wants rows of multiples of 16 bytes, and k_pe lies L numbers into a latent row
-    aligned = all(width * need.dtype.itemsize % 16 == 0 for width in (need.L, need.L + need.R))
-    return prefill_tile(need.dtype, need.P, need.R, need.V, limit, has_tma(need.arch) and aligned)
+    return prefill_tile(need.dtype, need.P, need.R, need.V, SHARED_LIMIT.get(need.arch, min(SHARED_LIMIT.values())))
 
 
 def _tiles(
-    steps: ExpandedSteps,
-    need: Need,
-    batch: AttentionBatch,
-    requests: list[int],
-    packed: list[list[Span]],
-    starts: list[int],
-) -> tuple[int, list[list[list[int]]]]:
-    """List the kernel's tiles of each chunk, heavy ones first; return the accumulator's rows and the lists."""
+    steps: ExpandedSteps, need: Need, batch: AttentionBatch, requests: list[int], packed: list[list[Span]]
+) -> tuple[int, list[NDArray[np.int32]]]:
+    """List the kernel's tiles of each chunk (k, 7), heavy ones first; return the accumulator's rows and the lists.
+
+    Every tile meets every span of its request at once, in arrays: a loop would be as long as prompts are. A tile takes
+    part where it sees a key of the span, and at its request's first span in any case, so that its rows are written.
+    """
+    from tiers.tier2_triton.kernels.gather import cut
     from tiers.tier2_triton.kernels.prefill import CONTINUES, LEAVES
 
     steps.tile = _tile(need)
-    block, held = steps.tile[0], 0
-    spans: dict[int, list[tuple[int, Span]]] = {b: [] for b in requests}
-    for c, chunk in enumerate(packed):
-        for span in chunk:
-            spans[span.request].append((c, span))
-    work: list[list[tuple[int, list[int]]]] = [[] for _ in range(max(1, len(packed)))]
-    for b in requests:
-        for row in range(starts[b], starts[b + 1], block):
-            rows = min(block, starts[b + 1] - row)
-            most = _most_keys(batch, b, row + rows - 1 - starts[b])
-            seen = [(c, span) for c, span in spans[b] if span.start < most]
-            if not seen:
-                work[0].append((0, [row, rows, 0, 0, 0, 0, 0]))
-            at = row if _out_is_acc(need, steps.route) else held
-            held += rows if len(seen) > 1 else 0
-            for i, (c, span) in enumerate(seen):
-                flags = (CONTINUES if i else 0) | (LEAVES if i < len(seen) - 1 else 0)
-                keys = span.stop - span.start
-                weight = min(keys, most - span.start)
-                work[c].append((weight, [row, rows, span.at, keys, span.start, at, flags]))
-    return held, [[item for _, item in sorted(chunk, key=lambda t: -t[0])] for chunk in work]
+    starts, query_lens = np.array([0, *accumulate(batch.query_lens_host)]), np.zeros(batch.num_requests, np.int64)
+    query_lens[requests] = np.array(batch.query_lens_host)[requests]
+    owner, offset, rows = cut(query_lens, steps.tile[0])
+    row, most = starts[owner] + offset, np.array(batch.seq_lens_host)[owner]
+    if batch.mask == "causal":  # keys that the tile's last row sees; explicit bounds are not known here
+        most = np.maximum(most - query_lens[owner] + offset + rows, 0)
 
+    spans = [(c, s.request, s.start, s.stop, s.at) for c, chunk in enumerate(packed) for s in chunk]
+    spans += [(0, b, 0, 0, 0) for b in requests if not batch.seq_lens_host[b]]
+    chunk, request, first, last, at = np.array(spans, np.int64).reshape(-1, 5).T
+    counts = np.bincount(owner, minlength=batch.num_requests)
+    pair, tile, _ = cut(counts[request], 1)
+    tile += (np.cumsum(counts) - counts)[request[pair]]
+    there = (first[pair] < most[tile]) | (first[pair] == 0)
+    pair, tile = pair[there], tile[there]
+    chunk, first, last, at, most = chunk[pair], first[pair], last[pair], at[pair], most[tile]
 
-def _most_keys(batch: AttentionBatch, request: int, row: int) -> int:
-    """Most keys that row `row` of a request can see, from host data alone; explicit bounds are not known here."""
-    query_len, seq_len = batch.query_lens_host[request], batch.seq_lens_host[request]
-    return seq_len - query_len + row + 1 if batch.mask == "causal" and seq_len else seq_len
+    goes_on = last < most
+    split = rows * (np.bincount(tile, goes_on, len(rows)) > 0)
+    acc_row = row if _out_is_acc(need, steps.route) else np.cumsum(split) - split
+    flags = CONTINUES * (first > 0) + LEAVES * goes_on
+    items = np.stack([row[tile], rows[tile], at, last - first, first, acc_row[tile], flags], 1).astype(np.int32)
+    order = np.lexsort((-np.minimum(last, most) + first, chunk))  # keys that a tile sees, most first, by chunk
+    ends = np.cumsum(np.bincount(chunk, minlength=max(1, len(packed))))
+    return int(split.sum()), np.split(items[order], ends[:-1])
 
 
 def _calls(
-    steps: ExpandedSteps, batch: AttentionBatch, requests: list[int], packed: list[list[Span]], starts: list[int]
+    steps: ExpandedSteps, batch: AttentionBatch, requests: list[int], packed: list[list[Span]]
 ) -> tuple[int, list[list[Call]]]:
     """Cut what each request sees of each span into rectangles and squares; return the accumulator's rows and calls."""
+    starts = [0, *accumulate(batch.query_lens_host)]
     calls: list[list[Call]] = [[] for _ in packed]
     per_request = dict.fromkeys(requests, 0)
     for c, chunk in enumerate(packed):
@@ -282,22 +285,21 @@ def _calls(
     return held, calls
 
 
-def _upload(need: Need, packed: list[list[Span]], work: list[list[list[int]]], calls: list[list[Call]]) -> list[Chunk]:
-    """Bring all lists to the device in one copy that nobody waits for."""
+def _upload(
+    need: Need, packed: list[list[Span]], work: list[NDArray[np.int32]], calls: list[list[Call]]
+) -> list[Chunk]:
+    """Bring all lists to the device in one copy that nobody waits for; work without a key is a chunk of no rows."""
     from tiers.tier2_triton.kernels.gather import gather_blocks
-    from tiers.tier2_triton.kernels.prefill import COLUMNS
 
-    blocks = [gather_blocks(spans) for spans in packed] or [[] for _ in work]
-    flat = [x for lists in (blocks, work) for chunk in lists for item in chunk for x in item]
-    host = torch.tensor(flat, dtype=torch.int32)
+    packed = packed or [[] for _ in work]
+    lists = [gather_blocks(spans) for spans in packed] + work
+    host = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(x.ravel() for x in lists)]))
     if need.device != "cpu":
         host = host.pin_memory()
     device = host.to(need.device, non_blocking=True)
-    sizes = [len(chunk) * width for lists, width in ((blocks, 4), (work, COLUMNS)) for chunk in lists]
-    views = device.split(sizes)
-    # one row at least: a descriptor of nothing cannot be made, even where no tile has a key
-    k, ends = len(blocks), [s[-1].at + s[-1].stop - s[-1].start for s in packed] or [1] * len(work)
-    return [Chunk(ends[i], views[i].view(-1, 4), views[k + i].view(-1, COLUMNS), calls[i]) for i in range(k)]
+    views = [x.view(of.shape) for x, of in zip(device.split([x.size for x in lists]), lists, strict=True)]
+    ends = [spans[-1].at + spans[-1].stop - spans[-1].start if spans else 0 for spans in packed]
+    return [Chunk(*chunk) for chunk in zip(ends, views[: len(packed)], views[len(packed) :], calls, strict=True)]
 
 
 def attend_expanded(

@@ -62,19 +62,24 @@ def shared_bytes(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> int:
     return rows * width * itemsize + 4096
 
 
-def decode_tile(arch: str, dtype: torch.dtype, L: int, R: int, rows: int) -> Tile | None:
+def fits(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> bool:
+    """Whether a decode program with this tile fits the shared memory of `arch`; the interpreter has no limit."""
+    return arch == "cpu" or shared_bytes(arch, tile, itemsize, L, R) <= SHARED_LIMIT[arch]
+
+
+def decode_tile(arch: str, dtype: torch.dtype, L: int, R: int, rows: int, tuned_too: bool = True) -> Tile | None:
     """Return the tile for `rows` (row, head) pairs of a request, tuned or by default; None where none fits."""
     if arch not in HALVES:
         return None
     size = 16 if rows <= 16 else 64
-    found = tuned().get(f"decode/{arch}/{NAMES[dtype]}/{L}+{R}/{size}")
+    found = tuned().get(f"decode/{arch}/{NAMES[dtype]}/{L}+{R}/{size}") if tuned_too else None
     tile = FLOATS[arch] if dtype.itemsize == 4 and arch in FLOATS else HALVES[arch][size]
     BM, BN, warps, stages = tile if found is None else found
     while BN >= 16:
-        if arch == "cpu" or shared_bytes(arch, (BM, BN, warps, stages), dtype.itemsize, L, R) <= SHARED_LIMIT[arch]:
+        if fits(arch, (BM, BN, warps, stages), dtype.itemsize, L, R):
             return BM, BN, warps, stages
         BN //= 2
-    return decode_tile(arch, dtype, L, R, 16) if size == 64 else None
+    return decode_tile(arch, dtype, L, R, 16, tuned_too) if size == 64 else None
 
 
 def decode_tiles(arch: str, dtype: torch.dtype, L: int, R: int) -> list[Tile]:

@@ -8,6 +8,7 @@ Axes: T new tokens (packed over requests), N heads, M rows of a tile, n work ite
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ INVARIANT_SPLIT = 4096  # keys of a segment in batch-invariant mode, from key 0 
 MAX_PARTS = 8192  # parts that a request is cut into at most
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Some tokens of one request that take the absorbed form: `tokens` rows from `first` on, seeing at most `keys`.
 
     `first` counts within the round; with `causal` the last token sees `keys` keys and each one before it one less.
@@ -74,7 +74,8 @@ def schedule(pieces: Sequence[Piece], N: int, tile: tuple[int, int], programs: i
 
 def _tiles(pieces: Sequence[Piece], N: int, M: int) -> tuple[np.ndarray, ...]:
     """Request, first token, first row, rows and end of keys of every tile."""
-    table = np.array([(p.request, p.first, p.tokens * N, p.keys, p.causal) for p in pieces], np.int64).reshape(-1, 5)
+    table = np.array(pieces, np.int64).reshape(-1, 5)
+    table[:, 2] *= N  # tokens become rows
     counts = -(-table[:, 2] // M)
     which = np.repeat(np.arange(len(table)), counts)
     start = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * M

@@ -9,6 +9,7 @@ Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,11 @@ from mla.layer import InputSide
 from mla.need import Need, refuse_features, refuse_package
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
-from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
+from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse, refuse_gradients
 from tiers.tier2_triton.absorbed import (
     Round,
     absorbed_sizes,
+    attend_latent_rounds,
     attend_round,
     deliver_rounds,
     dot_dtype,
@@ -82,8 +84,8 @@ class TritonTier(Tier):
 
     def why_not(self, need: Need) -> list[str]:
         """Return the sentences for what these kernels, this device or its memory cannot do; nothing is launched."""
-        reasons = refuse_features("triton", need) + refuse_package("triton", "triton", "3.6", "triton")
-        reasons += _why_not_device(need) + _why_not_dtypes(need)
+        reasons = _why_not_device(need) + refuse_package("triton", "triton", "3.6", "triton")
+        reasons += refuse_features("triton", need) + _why_not_dtypes(need)
         if need.graph_capture and need.capacity is None:
             reasons.append("graph_capture = True needs Need.capacity, from which buffers get their fixed size; set it.")
         for flag in ("graph_capture", "batch_invariant"):
@@ -196,6 +198,51 @@ class TritonTier(Tier):
         if chunks:
             attend_expanded(steps.expanded, q, cache, prepared.data, plan, whole.out, whole.lse)
         return deliver(whole, plan, out)
+
+    def attend_latent(
+        self,
+        q_latent: Tensor,
+        q_pe: Tensor,
+        cache: PagedLatentCache,
+        prepared: Prepared | None,
+        plan: Plan,
+        out: AttentionState | None = None,
+    ) -> AttentionState:
+        """Attend absorbed queries alone: q_latent (T, N, L) and q_pe (T, N, R) to out (T, N, L) and lse (T, N).
+
+        `plan` is one whose requests are all absorbed, as form = "mqa" makes them. Raises ValueError for another.
+        """
+        steps = plan.steps
+        if steps.expanded is not None and steps.expanded.sizes:
+            raise bad("plan", expected="all requests absorbed", got="expanded ones", fix="tiers.get('triton:mqa')")
+        if out is None or out.lse is None:
+            T, N, L = q_latent.shape
+            out = AttentionState(q_latent.new_empty(T, N, L), q_latent.new_empty(T, N, dtype=torch.float32))
+        attend_latent_rounds(steps.rounds, q_latent, q_pe, cache, plan, *out.parts())
+        return out
+
+    def latent(
+        self, q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, batch: AttentionBatch, need: Need
+    ) -> AttentionState:
+        """Plan and attend absorbed queries, q_latent (T, N, L) and q_pe (T, N, R), as the suite calls a raw kernel."""
+        return self.attend_latent(q_latent, q_pe, cache, None, TritonTier("mqa").plan(need, batch))
+
+    def warmup(self, need: Need, side: InputSide | None = None, tick: Callable[[int, int], None] | None = None) -> int:
+        """Compile every kernel that this tier can launch for `need`, on dummy tensors; return the number of steps.
+
+        `side`, of a layer, adds its fused input; `tick(done, total)` is told of progress. Nothing compiles afterwards.
+        """
+        from tiers.tier2_triton.warmup import steps
+
+        refuse(self, need)
+        todo = steps(self, need, side)
+        for i, step in enumerate(todo):
+            if tick is not None:
+                tick(i, len(todo))
+            step()
+        if tick is not None:
+            tick(len(todo), len(todo))
+        return len(todo)
 
 
 def interpreted() -> bool:

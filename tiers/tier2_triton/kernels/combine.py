@@ -22,20 +22,19 @@ from tiers.tier2_triton.kernels.problem import Problem
 from tiers.tier2_triton.launch import TARGETS, power
 
 LN2 = tl.constexpr(0.6931471805599453)
-FEW, MANY = (4, 1, 512), (1, 16, 128)  # rows, segments and columns of a program: for few segments, and for many
+FEW, MANY = (4, 1, 512), (2, 16, 128)  # rows, segments and columns of a program: for few segments, and for many
 
 
-@triton.jit(do_not_specialize=["out_stride_t", "out_stride_n", "N"])
+@triton.jit(do_not_specialize=["out_stride_t", "out_stride_n", "N"], do_not_specialize_on_alignment=["items", "count"])
 def _combine_kernel(part, part_lse, items, count, out, lse, out_stride_t, out_stride_n, N,
                     UNIT: tl.constexpr, L: tl.constexpr, M: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
                     CB: tl.constexpr):  # fmt: skip
     """RB rows and CB columns of one tile: fold its segments, SB at a time."""
     item = tl.program_id(0)
+    work = items + item * 8  # read at once with the count: one wait on memory less
+    t0, m0, rows = tl.load(work), tl.load(work + 1), tl.load(work + 2)
+    slot, segments = tl.load(work + 3), tl.load(work + 4)
     if item < tl.load(count):
-        work = items + item * 8
-        t0, m0, rows, slot, segments = (
-            tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
-        )  # fmt: skip
         i, k = tl.program_id(1) * RB + tl.arange(0, RB), tl.arange(0, SB)
         cols = tl.program_id(2) * CB + tl.arange(0, CB)
         m = m0 + i

@@ -26,6 +26,7 @@ from tiers.tier2_triton.launch import TARGET_DTYPES, Tile, decode_tiles, power
 LOG2E = 1.4426950408889634
 STRIDES = ["q_stride_t", "q_stride_n", "pe_stride_t", "pe_stride_n", "page_stride", "row_stride"]
 SIZES = ["table_stride", "N", "PAGE"]  # like the strides they do not make another variant
+INDICES = ["block_table", "row_kv_lens", "items", "count"]
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _load_keys(cache, base, table, start, top, n, cols, colr, page_stride, row_s
     return k_c, k_r
 
 
-@triton.jit(do_not_specialize=STRIDES + SIZES)
+@triton.jit(do_not_specialize=STRIDES + SIZES, do_not_specialize_on_alignment=INDICES)
 def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, items, count, out, lse,
                    scale, q_stride_t, q_stride_n, pe_stride_t, pe_stride_n, page_stride, row_stride, table_stride,
                    N, PAGE, UNIT: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
@@ -57,12 +58,12 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
                    ONE_PAGE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """One work item: M rows of a request over a range of its keys, to one partial state."""
     item = tl.program_id(0)
+    work = items + item * 8  # read at once with the count: one wait on memory less
+    request, t0, m0, rows = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    begin, end, slot = tl.load(work + 4), tl.load(work + 5), tl.load(work + 6)
     if item < tl.load(count):
         # strides come in units of 16 bytes where they are such, so that the compiler can load as much at once
         by_page, by_row = page_stride.to(tl.int64) * UNIT, row_stride * UNIT
-        work = items + item * 8
-        request, t0, m0, rows = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
-        begin, end, slot = tl.load(work + 4), tl.load(work + 5), tl.load(work + 6)
         m, n = m0 + tl.arange(0, BM), tl.arange(0, BN)
         cols, colr = tl.arange(0, BL), tl.arange(0, BR)
         FULL_L: tl.constexpr = L == BL
@@ -103,8 +104,8 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
             if WIDE:
                 k_c, k_r = k_c.to(tl.float32), k_r.to(tl.float32)
             scores = tl.dot(q_c, tl.trans(k_c), input_precision="ieee")
-            if R > 0:
-                scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee")
+            if R > 0:  # not into the same accumulator, for which ptxas would put the products one after the other
+                scores += tl.dot(q_r, tl.trans(k_r), input_precision="ieee")
             scores = tl.where(start + n[None, :] < bound[:, None], scores * times, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             decay = tl.exp2(peak - new_peak)
@@ -227,13 +228,12 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
 def aot() -> list[Compile]:
     """Every variant that the tier can launch at the size of DeepSeek-V3, per target, dtype and tile."""
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    pointers = ("block_table", "row_kv_lens", "items", "count")
     entries = []
     for target, dtype in TARGET_DTYPES:
         for tile in decode_tiles(target, dtype, 512, 64):
             for one_page in (True, False):
                 kind, (BM, BN, warps, stages) = f"*{kinds[dtype]}", tile
-                signature = dict.fromkeys(("q_latent", "q_pe", "cache"), kind) | dict.fromkeys(pointers, "*i32")
+                signature = dict.fromkeys(("q_latent", "q_pe", "cache"), kind) | dict.fromkeys(INDICES, "*i32")
                 signature |= {"out": "*fp32", "lse": "*fp32", "scale": "fp32"}
                 signature |= dict.fromkeys((*STRIDES, *SIZES), "i32")
                 constants = {"row_scale": None, "UNIT": 8, "L": 512, "R": 64}

@@ -14,9 +14,11 @@ Axes: B requests, n rows of the workspace, L KV rank, R rope; width is L + R, or
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mla.aot import Compile
@@ -46,13 +48,20 @@ def _gather_kernel(
         tl.store(target + cols, tl.load(source + cols, mask=mask), mask=mask)
 
 
-def gather_blocks(spans: Iterable[Span]) -> list[tuple[int, int, int, int]]:
-    """Cut spans into blocks (request, first key, rows, row of the workspace) of at most ROWS rows, in order."""
-    return [
-        (span.request, first, min(ROWS, span.stop - first), span.at + first - span.start)
-        for span in spans
-        for first in range(span.start, span.stop, ROWS)
-    ]
+def gather_blocks(spans: Iterable[Span]) -> NDArray[np.int32]:
+    """Cut spans into blocks (request, first key, rows, row of the workspace) of at most ROWS rows, in order: (n, 4)."""
+    fields = [(span.request, span.start, span.stop - span.start, span.at) for span in spans]
+    request, start, length, at = np.array(fields, np.int64).reshape(-1, 4).T
+    owner, offset, rows = cut(length, ROWS)
+    return np.stack([request[owner], start[owner] + offset, rows, at[owner] + offset], 1).astype(np.int32)
+
+
+def cut(lengths: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut lengths (k,) into pieces of at most `size`, in order: of each (n,), its owner, offset therein and length."""
+    counts = -(-lengths // size)
+    owner = np.repeat(np.arange(len(lengths)), counts)
+    offset = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * size
+    return owner, offset, np.minimum(lengths[owner] - offset, size)
 
 
 def gather_rows(data: Tensor, block_table: Tensor, blocks: Tensor, out: Tensor) -> None:
@@ -102,7 +111,7 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
         keys = torch.arange(span.start, span.stop)
         rows = torch.randn(len(keys), width, generator=random).to(dtype)
         data[torch.tensor(pages)[keys // page_size], keys % page_size] = rows
-    blocks = torch.tensor(gather_blocks(spans), dtype=torch.int32)
+    blocks = torch.from_numpy(gather_blocks(spans))
     n = spans[-1].at + spans[-1].stop - spans[-1].start
     out = torch.full((n + 2, width), float("nan"), dtype=dtype, device=device)
     arguments = {"data": data.to(device), "block_table": table.to(device), "blocks": blocks.to(device), "out": out}
