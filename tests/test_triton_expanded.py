@@ -237,7 +237,7 @@ def test_prepare_flattens_heads_and_pads_values_for_an_equal_width():
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_rectangles_and_squares_make_up_what_a_row_sees(mask, cap, route, plain_kernel):
-    case = make_case([5, 17, 1, 0, 9, 2], [5, 30, 13, 7, 9, 0], mask=mask)
+    case = make_case([3, 9, 1, 0, 2, 2], [3, 18, 6, 5, 2, 0], mask=mask)
     case.check(case.run(Expanded(cap, route)))
 
 

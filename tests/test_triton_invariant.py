@@ -1,9 +1,9 @@
 """Batch-invariant mode: the bits of a row follow from its query, its keys and their positions, and from nothing else.
 
 On a GPU with random numbers. In the interpreter BLAS multiplies, and a row's sum may depend on where it stands in a
-tile; so there all numbers are small integers and the scale is 128: scores are exact, two that differ give weights 1 and
-exactly 0, and every sum is exact in any order. What is left to go wrong is everything but the order: which keys a row
-sees, where its keys are cut, what a merge takes.
+tile. There all numbers are small integers, the scale is 128 and W_UV picks single latents: scores are exact, two that
+differ give weights 1 and exactly 0, and every sum is exact in any order. What is left to go wrong is everything but the
+order: which keys a row sees, where its keys are cut, what a merge takes.
 Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, P nope, R rope, V value.
 """
 
@@ -33,8 +33,9 @@ from tiers.tier2_triton.schedule import INVARIANT_SPLIT  # noqa: E402
 
 TOY = {"N": 3, "L": 32, "P": 12, "R": 8, "V": 10, "page_size": 16}
 REAL = {"L": 512, "P": 128, "R": 64, "V": 128, "page_size": 64}
-SIZES: dict[str, dict[str, int]] = {"toy": TOY, "17 heads": TOY | {"N": 17}, "R of 0": TOY | {"R": 0}}
+SIZES: dict[str, dict[str, int]] = {"toy": TOY}
 if not INTERPRETED:
+    SIZES |= {"17 heads": TOY | {"N": 17}, "R of 0": TOY | {"R": 0}}
     SIZES |= {"v3 of 16 heads": REAL | {"N": 16}, "v3 of 128 heads": REAL | {"N": 128}, "100": TOY | {"page_size": 100}}
 LENGTHS = (90, 33, 64, 1, 20, 65, 128, 7)
 LONG = INVARIANT_SPLIT + 70
@@ -98,6 +99,8 @@ def world(size: str, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, see
     gain = 1.0 if INTERPRETED else need.L**-0.5
     q = [Query(draw(s, need.N, need.P), draw(s, need.N, need.R)) for s in lengths]
     up = UpProjection(draw(need.L, need.N, need.P) * gain, draw(need.L, need.N, need.V) * gain)
+    if INTERPRETED:
+        up.W_UV.copy_(torch.eye(need.L).roll(1, 0)[:, torch.arange(need.N * need.V) * 7 % need.L].view(up.W_UV.shape))
     pages = [-(-s // need.page_size) for s in lengths]
     order = torch.randperm(sum(pages) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
     pool = PagedLatentCache.new(CacheSpec(len(order), need.page_size, need.layout, need.device))
@@ -130,7 +133,7 @@ def last(b: int, lengths: Sequence[int] = LENGTHS) -> Piece:
     return b, lengths[b] - 1, lengths[b]
 
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
 each_size = pytest.mark.parametrize("size", SIZES)
 
 
@@ -139,9 +142,9 @@ each_size = pytest.mark.parametrize("size", SIZES)
 def test_the_inputs_tell_rows_apart(size, dtype):
     """A test of equal bits says nothing where all rows are equal."""
     w = world(size, dtype)
-    (state,) = w.run([(0, 0, 90)])
-    assert len({tuple(row) for row in state.out.flatten(1).tolist()}) > 60
-    assert len({tuple(row) for row in state.lse.tolist()}) > 60
+    (state,) = w.run([(0, 0, 40)])
+    assert len({tuple(row) for row in state.out.flatten(1).tolist()}) > 35
+    assert len({tuple(row) for row in state.lse.tolist()}) > 35
 
 
 @each_dtype
@@ -155,10 +158,10 @@ def test_N1_the_same_request_at_batch_1_8_and_64(size, dtype):
         for b in range(63)
     ]
     if INTERPRETED:
-        many = many[::4]
-    for place in (0, 3, 7):
+        many = many[::6]
+    for place in (0, 7) if INTERPRETED else (0, 3, 7):
         assert_same_bits(w.run([*mates[:place], last(0), *mates[place:]])[place], alone, f"batch 8, place {place}")
-    for place in (0, 8, len(many)):
+    for place in (8,) if INTERPRETED else (0, 8, len(many)):
         assert_same_bits(w.run([*many[:place], last(0), *many[place:]])[place], alone, f"batch 64, place {place}")
     assert_same_bits(w.run([last(0)], pad_tokens=5)[0], alone, "padded")
 
@@ -170,7 +173,7 @@ def test_N1_every_order_of_a_mixed_batch(size, dtype):
     pieces = [last(1), (2, 60, 64), (0, 20, 90), (4, 0, 20)]  # a decode, a verification, a chunk, a prompt
     expected = [w.run([piece])[0] for piece in pieces]
     orders = list(permutations(range(4)))
-    for order in orders[:: 5 if INTERPRETED else 1]:
+    for order in orders[:: 7 if INTERPRETED else 1]:
         for i, state in zip(order, w.run([pieces[i] for i in order]), strict=True):
             assert_same_bits(state, expected[i], order)
 
@@ -180,18 +183,18 @@ def chunks(request: int, first: int, end: int, size: int) -> list[list[Piece]]:
     return [[(request, a, b)] for a, b in pairwise([*range(first, end, size), end])]
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_size
 def test_N1_every_chunking_of_a_prompt_and_every_prefix_hit(size, dtype):
-    w, end = world(size, dtype), 40 if INTERPRETED else 90
+    w, end = world(size, dtype), 25 if INTERPRETED else 90
     (whole,) = w.run([(0, 0, end)])
-    for tokens in (1, 3, 7, 16, 64):
+    for tokens in (1, 7, 16) if INTERPRETED else (1, 3, 7, 16, 64):
         assert_same_bits(w.together(chunks(0, 0, end, tokens)), whole, f"chunks of {tokens}")
     for hit in (1, 15, 16, 17, end - 1):
         (rest,) = w.run([(0, hit, end)])
         assert_same_bits(rest, AttentionState(whole.out[hit:], whole.lse[hit:]), f"prefix of {hit}")
     # with mates that differ in every step
-    steps = [[last(1), (0, a, b), (4, 0, 1 + a % 7)] for a, b in pairwise([0, 5, 6, 30, end])]
+    steps = [[last(1), (0, a, b), (4, 0, 1 + a % 7)] for a, b in pairwise([0, 5, 6, 20, end])]
     found = [w.run(step)[1] for step in steps]
     assert_same_bits(AttentionState(*(torch.cat(x) for x in zip(*found, strict=True))), whole, "with mates")
 
@@ -278,14 +281,12 @@ def test_N1_a_capacity_and_a_plan_for_graphs_change_no_bit(dtype):
             assert_same_bits(x, y, fields)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65])
-@pytest.mark.parametrize("requests", [1, 4, 5, 40] if INTERPRETED else [1, 4, 131, 132, 133, 265, 600])
+@pytest.mark.parametrize("tokens", [1, 63, 65] if INTERPRETED else [1, 2, 63, 64, 65])
+@pytest.mark.parametrize("requests", [1, 3] if INTERPRETED else [1, 4, 131, 132, 133, 265, 600])
 def test_N3_runs_on_both_sides_of_every_threshold(requests, tokens):
     """Of requests, around what a device runs at once; of tokens, around where the usual mode expands."""
     w = world("toy", DTYPES[-1])
     lengths = [b for b in range(8) if LENGTHS[b] >= tokens]
-    if INTERPRETED and tokens > 2 and requests > 5:
-        requests = 6
     pieces = [(b, LENGTHS[b] - tokens, LENGTHS[b]) for b in (lengths[i % len(lengths)] for i in range(requests))]
     alone = {piece: w.run([piece])[0] for piece in set(pieces)}
     for piece, state in zip(pieces, w.run(pieces), strict=True):

@@ -48,6 +48,7 @@ class Round:
     row_kv_lens: Tensor
     block_table: Tensor
     slots: int
+    invariant: bool
 
 
 def dot_dtype(need: Need) -> torch.dtype:
@@ -132,7 +133,7 @@ def attend_round(
     part_lse = plan.scratch("part_lse", (step.slots, M), torch.float32)
     q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
     scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
-    own = need.batch_invariant or scale is not None or nope.dtype != dtype or W_UK.dtype != dtype
+    own = step.invariant or scale is not None or nope.dtype != dtype or W_UK.dtype != dtype
     return attend_absorbed(
         nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
         part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.in_order, keys, warps, stages,
@@ -227,7 +228,8 @@ def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -
     in_order = need.batch_invariant or work.parts <= FEW_PARTS
     items, merges = lists[1 : n + 1], lists[n + 1 :]
     table = batch.block_table
-    return Round(rows, tokens, tile, in_order, items, merges, lists[0, :2], bounds, table, work.slots)
+    own = need.batch_invariant
+    return Round(rows, tokens, tile, in_order, items, merges, lists[0, :2], bounds, table, work.slots, own)
 
 
 def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile, old: list[Round] | None) -> Round:
@@ -246,7 +248,8 @@ def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: T
         table = torch.zeros(c.max_requests, width, dtype=torch.int32, device=need.device)
         bounds = torch.zeros(c.max_tokens, dtype=torch.int32, device=need.device)
         items, merges, T = lists[1 : slots + 1], lists[slots + 1 :], batch.num_tokens
-        step = Round(slice(0, T), T, tile, need.batch_invariant, items, merges, lists[0, :2], bounds, table, slots)
+        own = need.batch_invariant
+        step = Round(slice(0, T), T, tile, need.batch_invariant, items, merges, lists[0, :2], bounds, table, slots, own)
     packed = torch.from_numpy(_packed(work, slots, tiles))
     lists = step.items._base if step.items._base is not None else step.items
     lists.copy_(packed.pin_memory() if need.device != "cpu" else packed, non_blocking=True)

@@ -170,14 +170,15 @@ def plan_expanded(
 def expanded_sizes(need: Need, cap: int, route: str = "triton") -> Sizes:
     """Return the scratch buffers of a Need with a capacity, (shape, dtype) by name, for a workspace of `cap` rows.
 
-    Latent rows (cap, L + R), keys (cap, N, P) and values (cap, N, V); an accumulator (max_tokens, N, V) in float32 for
-    rows whose keys lie in several chunks; an LSE (max_tokens, N) where none is asked for. With s bytes a number:
+    Latent rows (cap, L + R), keys (cap, N, P), values (cap, N, V); an accumulator (max_tokens, N, V) in float32, and an
+    LSE (max_tokens, N) where none is asked for. With s bytes a number, at most this many beside the results:
 
-        cap (L + R + N (P + V)) s + 4 max_tokens N (V or 0) + 4 max_tokens N (0 with need.lse)
+        cap (L + R + N (P + V)) s + 4 max_tokens N (V + 1)
 
-    "triton" needs no accumulator where all keys fit into one chunk or the output is float32, in which it adds up; there
-    the others need one too, and cap N (P + R) s for whole keys, max_query_len N (P + R) s for queries, V = P + R for
-    "padded", and what their kernel allocates: one call's output and LSE. Raises ValueError without a capacity.
+    "triton" has no accumulator where all keys fit into one chunk, or where the output is float32 and is added up in
+    place. The other routes always have one, and cap N (P + R) s for whole keys, max_query_len N (P + R) s for queries,
+    P + R in place of V if "padded", and what PyTorch allocates for the output of a call. Raises ValueError without a
+    capacity.
     """
     c = need.capacity
     if c is None:

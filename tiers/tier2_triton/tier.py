@@ -10,7 +10,7 @@ Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from tiers.tier2_triton.expanded import (
 )
 from tiers.tier2_triton.launch import FLOATS, HALVES, decode_tile, expand_from, shared_bytes
 
-FORMS = ("auto", "mqa", "mha", "cudnn", "padded")
+FORMS = ("auto", "mqa", "mha", "cudnn", "padded", "invariant")
 ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
 DEFAULT_WORKSPACE_TOKENS = 65536
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,8 +66,9 @@ class TritonTier(Tier):
     """Our Triton kernels; `form` is "auto", "mqa" (absorbed), or how all are expanded: "mha", "cudnn" or "padded".
 
     "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries and expands
-    longer ones by cuDNN where it serves the Need, else by our kernel, else not at all. `max_workspace_tokens` bounds
-    the rows (tokens) expanded at once, None as in `paged`.
+    longer ones by cuDNN where it serves the Need, else by our kernel, else not at all. "invariant" keeps the promise of
+    Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the rows (tokens) expanded
+    at once, None as in `paged`.
     """
 
     form: str = "auto"
@@ -112,7 +113,7 @@ class TritonTier(Tier):
 
     def route(self, need: Need) -> str | None:
         """Return how requests are expanded for `need`: "triton", "cudnn" or "padded"; None where all are absorbed."""
-        if self.form == "mqa" or need.graph_capture or need.batch_invariant:
+        if self.form in ("mqa", "invariant") or need.graph_capture or need.batch_invariant:
             return None
         if self.form in ROUTES:
             return ROUTES[self.form]
@@ -164,8 +165,9 @@ class TritonTier(Tier):
         least = 1 if self.form in ROUTES else expand_from(need)
         expanded = [b for b, n in enumerate(batch.query_lens_host) if route is not None and n >= least]
         absorbed = [b for b in range(batch.num_requests) if b not in set(expanded)]
-        steps = Steps(plan_absorbed(need, batch, absorbed, old))
-        result.sizes = absorbed_sizes(need, steps.rounds)
+        inner = replace(need, batch_invariant=True) if self.form == "invariant" else need
+        steps = Steps(plan_absorbed(inner, batch, absorbed, old))
+        result.sizes = absorbed_sizes(inner, steps.rounds)
         if route is not None:
             steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
             result.sizes |= steps.expanded.sizes
@@ -175,7 +177,7 @@ class TritonTier(Tier):
         chosen, forms = set(expanded), ("mqa", "mha")
         result.report = {"forms": [forms[b in chosen] for b in range(batch.num_requests)], "route": route or "none"}
         result.report |= {"rounds": len(steps.rounds), "items": sum(r.items.shape[0] for r in steps.rounds)}
-        return result
+        return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
