@@ -53,13 +53,17 @@ def shared_bytes(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> int:
 
     (M + buffers * keys) * (L + R, each rounded up to a power of two) * itemsize + 4 KiB for reductions. Tensor cores
     that read from shared memory (64 rows on sm_90 and later) need `stages` buffers, others one less; AMD keeps the
-    query in registers.
+    query in registers. With 64 rows and 64 keys or more the weights pass through shared memory, M * keys * itemsize,
+    and reductions take 2 KiB. sm_100, with 64 rows, and AMD bring the output into order there, M * L * itemsize.
     """
     BM, BN, _, stages = tile
-    width = power(L) + (power(R) if R else 0)
-    buffers = stages if BM >= 64 and not arch.startswith("gfx") else max(1, stages - 1)
-    rows = buffers * BN + (0 if arch.startswith("gfx") else BM)
-    return rows * width * itemsize + 4096
+    amd, width, output = arch.startswith("gfx"), power(L) + (power(R) if R else 0), BM * power(L) * itemsize
+    buffers = stages if BM >= 64 and not amd else max(1, stages - 1)
+    tiles = (buffers * BN + (0 if amd else BM)) * width * itemsize
+    if amd:
+        return max(tiles + 4096, output)
+    extra = BM * BN * itemsize + 2048 if BM >= 64 and BN >= 64 else 4096
+    return tiles + extra + (output if arch == "sm_100" and BM >= 64 else 0)
 
 
 def fits(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> bool:
