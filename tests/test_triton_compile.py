@@ -17,6 +17,9 @@ from triton_here import DEVICE, DTYPES, require_triton
 
 require_triton()
 
+# torch 2.11 meets its own deprecation when opcheck imports a part of it
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+
 from small_case import make_case  # noqa: E402
 
 import tiers  # noqa: E402
@@ -28,7 +31,7 @@ from mla.presets import preset  # noqa: E402
 from mla.weights import MLAWeights  # noqa: E402
 from tiers.tier2_triton import ops  # noqa: E402
 
-PAGE, PAGES, STEPS = 4, 48, 20
+PAGE, PAGES = 4, 48
 TOY = preset("toy")
 Arguments = dict[str, tuple[Any, ...]]
 
@@ -210,15 +213,17 @@ def empty_cache(layer: MLALayer):
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_20_decode_steps_compile_once_without_a_break_and_equal_eager(name, backend):
+@pytest.mark.parametrize(
+    ("name", "backend", "steps"),
+    [("toy", "eager", 20), ("toy", "aot_eager", 20), *((n, "aot_eager", 3) for n in CONFIGS)],
+)
+def test_20_decode_steps_compile_once_without_a_break_and_equal_eager(name, backend, steps):
     layer = layer_of(CONFIGS[name])
     compiled = torch.compile(layer, fullgraph=True, backend=backend)  # fullgraph: a break raises
     caches = [empty_cache(layer), empty_cache(layer)]
     plans = [layer.plan(step([5, 9, 1])) for _ in caches]
     random = torch.Generator().manual_seed(1)
-    for i in range(STEPS):
+    for i in range(steps):
         batch = step([5 + i, 9 + i, 1 + i])
         for plan in plans:
             layer.plan(batch, into=plan)

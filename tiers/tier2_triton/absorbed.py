@@ -26,7 +26,6 @@ from tiers.tier2_triton.launch import Tile, decode_tile, device
 from tiers.tier2_triton.schedule import FIELDS, INVARIANT_SPLIT, Piece, Work, most_tiles, schedule
 
 ROUND_BYTES = 1 << 28  # of latent queries, and of partial states
-FEW_PARTS = 4
 
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -41,7 +40,7 @@ class Round:
     rows: slice | Tensor
     tokens: int
     tile: Tile
-    in_order: bool
+    at_once: int
     items: Tensor
     merges: Tensor
     counts: Tensor
@@ -49,6 +48,11 @@ class Round:
     block_table: Tensor
     slots: int
     invariant: bool
+
+
+def parts_at_once(parts: int) -> int:
+    """Return how many partial states `combine` reads at once where a tile has up to `parts`: 1, 4 or 16."""
+    return 1 if parts <= 4 else 4 if parts <= 32 else 16
 
 
 def dot_dtype(need: Need) -> torch.dtype:
@@ -136,7 +140,7 @@ def attend_round(
     own = step.invariant or scale is not None or nope.dtype != dtype or W_UK.dtype != dtype
     return attend_absorbed(
         nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
-        part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.in_order, keys, warps, stages,
+        part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.at_once, keys, warps, stages,
     )  # fmt: skip
 
 
@@ -154,7 +158,7 @@ def attend_latent_rounds(
         bounds = (step.block_table, step.row_kv_lens, step.items, step.counts)
         queries = q_latent[step.rows], q_pe[step.rows]
         decode(*queries, None, cache.data, *bounds, part, part_lse, plan.need.softmax_scale, step.tile)
-        combine(part, part_lse, step.merges, step.counts[1:], out[step.rows], lse[step.rows], step.in_order)
+        combine(part, part_lse, step.merges, step.counts[1:], out[step.rows], lse[step.rows], step.at_once)
 
 
 def deliver_rounds(
@@ -225,11 +229,11 @@ def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -
         bounds = batch.row_kv_lens.index_select(0, rows)
     n = len(work.items)
     lists = _to_device(torch.from_numpy(_packed(work, n, len(work.merges))), need)
-    in_order = need.batch_invariant or work.parts <= FEW_PARTS
+    at_once = 1 if need.batch_invariant else parts_at_once(work.parts)
     items, merges = lists[1 : n + 1], lists[n + 1 :]
     table = batch.block_table
     own = need.batch_invariant
-    return Round(rows, tokens, tile, in_order, items, merges, lists[0, :2], bounds, table, work.slots, own)
+    return Round(rows, tokens, tile, at_once, items, merges, lists[0, :2], bounds, table, work.slots, own)
 
 
 def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile, old: list[Round] | None) -> Round:
@@ -248,8 +252,9 @@ def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: T
         table = torch.zeros(c.max_requests, width, dtype=torch.int32, device=need.device)
         bounds = torch.zeros(c.max_tokens, dtype=torch.int32, device=need.device)
         items, merges, T = lists[1 : slots + 1], lists[slots + 1 :], batch.num_tokens
-        own = need.batch_invariant
-        step = Round(slice(0, T), T, tile, need.batch_invariant, items, merges, lists[0, :2], bounds, table, slots, own)
+        own = need.batch_invariant  # the merge has one shape for all batches: the usual one of a batch this large
+        at_once = 1 if own else 4 if 4 * tiles >= programs(need, tile) else 16
+        step = Round(slice(0, T), T, tile, at_once, items, merges, lists[0, :2], bounds, table, slots, own)
     packed = torch.from_numpy(_packed(work, slots, tiles))
     lists = step.items._base if step.items._base is not None else step.items
     lists.copy_(packed.pin_memory() if need.device != "cpu" else packed, non_blocking=True)

@@ -73,7 +73,7 @@ def fits(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> bool:
 
 def decode_tile(arch: str, dtype: torch.dtype, L: int, R: int, rows: int, tuned_too: bool = True) -> Tile | None:
     """Return the tile for `rows` (row, head) pairs of a request, tuned or by default; None where none fits."""
-    if arch not in HALVES:
+    if arch not in HALVES or dtype not in NAMES:
         return None
     size = 16 if rows <= 16 else 64
     found = tuned().get(f"decode/{arch}/{NAMES[dtype]}/{L}+{R}/{size}") if tuned_too else None

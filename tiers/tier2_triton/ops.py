@@ -82,7 +82,7 @@ def attend_absorbed(
     row_scale: Tensor | None,
     softmax_scale: float,
     own_products: bool,
-    in_order: bool,
+    at_once: int,
     keys: int,
     warps: int,
     stages: int,
@@ -112,7 +112,7 @@ def attend_absorbed(
     tile = (part.shape[1], keys, warps, stages)
     bounds = (block_table, row_kv_lens, items, counts)
     decode(by_token, q_pe, row_scale, data, *bounds, part, part_lse, softmax_scale, tile)
-    combine(part, part_lse, merges, counts[1:], values, lse, in_order)
+    combine(part, part_lse, merges, counts[1:], values, lse, at_once)
     if own_products:
         per_head(values, W_UV, out)
     else:
@@ -139,7 +139,7 @@ def _(
     row_scale: Tensor | None,
     softmax_scale: float,
     own_products: bool,
-    in_order: bool,
+    at_once: int,
     keys: int,
     warps: int,
     stages: int,

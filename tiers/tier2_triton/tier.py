@@ -262,7 +262,7 @@ def _why_not_device(need: Need) -> list[str]:
         known = ", ".join(a for a in HALVES if a != "cpu")
         return [f"arch {need.arch!r} has no tiles in triton, which knows {known}; use paged there."]
     tile = HALVES[need.arch][16] if need.dtype.itemsize == 2 else FLOATS[need.arch]
-    if decode_tile(need.arch, dot_dtype(need), need.L, need.R, need.N) is None:
+    if dot_dtype(need) in DTYPES and decode_tile(need.arch, dot_dtype(need), need.L, need.R, need.N) is None:
         least = shared_bytes(need.arch, (16, 16, *tile[2:]), dot_dtype(need).itemsize, need.L, need.R)
         found = f"rows of L + R = {need.L} + {need.R} need {least:,} bytes of shared memory"
         return [f"{found}, and {need.arch} gives a program {SHARED_LIMIT[need.arch]:,}; use paged for such rows."]
@@ -274,8 +274,8 @@ def _why_not_dtypes(need: Need) -> list[str]:
     if not isinstance(need.layout, FloatRows):
         return [f"layout {need.layout.name!r} is not read by triton, which reads rows of plain floats; use FloatRows."]
     reasons = [
-        f"{what} {dtype} is not computed by triton, which takes {', '.join(map(str, DTYPES))}; use one of these."
-        for what, dtype in (("dtype", need.dtype), ("cached rows of", rows))
+        f"{what} {dtype} is not served by triton, which takes {', '.join(map(str, DTYPES))}; use one of these."
+        for what, dtype in (("dtype", need.dtype), ("a cache of", rows))
         if dtype not in DTYPES
     ]
     if need.device == "cpu" and interpreted() and torch.bfloat16 in (need.dtype, rows):

@@ -20,6 +20,7 @@ from mla.conformance.specs import spec
 from mla.need import arch_of
 from mla.tier import Tier
 from mla.timing import lap_of, turns
+from tiers.tier2_triton.absorbed import parts_at_once
 from tiers.tier2_triton.launch import NAMES, TUNED, Tile, decode_tile, fits
 from tiers.tier2_triton.schedule import Piece, schedule
 
@@ -56,7 +57,7 @@ def decode_call(
     def call() -> None:
         queries = query[..., :L], query[..., L:]
         decode(*queries, None, cache, table, bounds, items, counts, part, part_lse, 0.1, tile)
-        combine(part, part_lse, merges, counts[1:], out, lse, work.parts <= 4)
+        combine(part, part_lse, merges, counts[1:], out, lse, parts_at_once(work.parts))
 
     return call
 

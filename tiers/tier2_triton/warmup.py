@@ -29,8 +29,8 @@ def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callab
     plain = dataclasses.replace(need, capacity=None, graph_capture=False)
     found: list[Callable[[], object]] = [lambda: _write(tier, need, side)]
     for tile in decode_tiles(need.arch, dot_dtype(need), need.L, need.R):
-        for in_order in (True, False):
-            found.append(lambda tile=tile, in_order=in_order: _absorb_nothing(need, tile, in_order))  # type: ignore[misc]
+        for at_once in (1, 4, 16):
+            found.append(lambda tile=tile, at_once=at_once: _absorb_nothing(need, tile, at_once))  # type: ignore[misc]
     lengths = [1]
     if tier.route(need) is not None:
         lengths.append(expand_from(need) + 1)
@@ -47,7 +47,7 @@ def _write(tier: "TritonTier", need: Need, side: InputSide | None) -> None:
         tier.fused_input(q, *rows, side, cache, batch)
 
 
-def _absorb_nothing(need: Need, tile: Tile, in_order: bool) -> None:
+def _absorb_nothing(need: Need, tile: Tile, at_once: int) -> None:
     """Decode and combine with empty work lists: they compile, and their programs return at once."""
     from tiers.tier2_triton.kernels.combine import combine
     from tiers.tier2_triton.kernels.decode import decode
@@ -61,7 +61,7 @@ def _absorb_nothing(need: Need, tile: Tile, in_order: bool) -> None:
     part_lse, lse = torch.empty(1, tile[0], device=need.device), torch.empty(1, need.N, device=need.device)
     pe, work, count = _new(need, 1, need.N, need.R), zeros[1:2], zeros[0, :2]
     decode(q_latent, pe, scale, data, zeros[:1, :1], count[:1], work, count, part, part_lse, need.softmax_scale, tile)
-    combine(part, part_lse, work, count[1:], q_latent, lse, in_order)
+    combine(part, part_lse, work, count[1:], q_latent, lse, at_once)
 
 
 def _attend(tier: "TritonTier", need: Need, tokens: int) -> None:

@@ -4,7 +4,7 @@ Motivation. `decode` leaves one normalised state per segment of keys, in float32
 weights 2^(lse_k - max): L * 4 bytes a segment are read for each row, which is little beside the cache as long as a
 segment has many keys; at one request over 256 segments it is a tenth, so the work is spread over columns too.
 
-The merge goes through the segments in order, `SB` of them at once. With SB = 1 it is strictly left to right, and a
+The merge goes through the segments in order, `at_once` of them in a step. With 1 it is strictly left to right, and a
 segment without keys for a row changes no bit of it: its weight is 0, and the factor of what came before is 1.
 
 Axes: T new tokens (packed over requests), N heads, L KV rank, M rows of a tile, K slots.
@@ -22,7 +22,8 @@ from tiers.tier2_triton.kernels.problem import Problem
 from tiers.tier2_triton.launch import TARGETS, power
 
 LN2 = tl.constexpr(0.6931471805599453)
-FEW, MANY = (4, 1, 512), (2, 16, 128)  # rows, segments and columns of a program: for few segments, and for many
+# Segments merged at once -> rows and columns of a program: few rows and columns where many segments are to be read.
+SHAPES = {1: (4, 512), 4: (4, 512), 16: (2, 128)}
 
 
 @triton.jit(do_not_specialize=["out_stride_t", "out_stride_n", "N"], do_not_specialize_on_alignment=["items", "count"])
@@ -68,29 +69,29 @@ def _combine_kernel(part, part_lse, items, count, out, lse, out_stride_t, out_st
 
 
 def combine(
-    part: Tensor, part_lse: Tensor, items: Tensor, count: Tensor, out: Tensor, lse: Tensor, in_order: bool
+    part: Tensor, part_lse: Tensor, items: Tensor, count: Tensor, out: Tensor, lse: Tensor, at_once: int
 ) -> None:
     """Merge the segments of each of the first `count` (1,) items (n, 8) int32 into out (T, N, L) and lse (T, N).
 
     part (K, M, L) and part_lse (K, M) are float32 with base-2 LSEs, lse is float32 and natural. An item is (first
     token, first row, rows, first slot, segments, -, -, -). An item without segments, and a row whose segments are all
-    empty, gets 0 and -inf. `in_order` merges strictly left to right, for few segments or for bits that do not depend
-    on a tile. Source: FlashAttention-2 (arXiv 2307.08691) section 3.1, applied to FlashDecoding's splits.
+    empty, gets 0 and -inf. `at_once` segments are merged in one step: 1, which is strictly left to right, 4, or 16
+    where there are many. Source: FlashAttention-2 (arXiv 2307.08691) section 3.1, applied to FlashDecoding's splits.
     """
     M, L = part.shape[1], part.shape[2]
-    RB, SB, CB = FEW if in_order else MANY
+    RB, CB = SHAPES[at_once]
     RB, CB = min(RB, M), min(CB, power(L))
     if part.device.type == "cpu":  # the interpreter takes a millisecond a program, however large
         RB, CB = M, power(L)
     unit = 8 if out.stride(0) % 8 == out.stride(1) % 8 == 0 else 1
     _combine_kernel[(items.shape[0], triton.cdiv(M, RB), triton.cdiv(L, CB))](
         part, part_lse, items, count, out, lse, out.stride(0) // unit, out.stride(1) // unit, out.shape[1],
-        UNIT=unit, L=L, M=M, RB=RB, SB=SB, CB=CB, num_warps=4,
+        UNIT=unit, L=L, M=M, RB=RB, SB=at_once, CB=CB, num_warps=4,
     )  # fmt: skip
 
 
 def combine_reference(
-    part: Tensor, part_lse: Tensor, items: Tensor, count: Tensor, out: Tensor, lse: Tensor, in_order: bool
+    part: Tensor, part_lse: Tensor, items: Tensor, count: Tensor, out: Tensor, lse: Tensor, at_once: int
 ) -> None:
     """What `combine` computes: out (T, N, L) as the mean of part's rows weighted by 2^lse, in part's dtype."""
     N, M = out.shape[1], part.shape[1]
@@ -124,7 +125,7 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
         "count": torch.tensor([T], dtype=torch.int32, device=device),
         "out": torch.full((T, N, L), float("nan"), dtype=dtype, device=device),
         "lse": torch.full((T, N), float("nan"), device=device),
-        "in_order": False,
+        "at_once": 16,
     }
     return Problem(arguments, ("out", "lse"), K * min(M, N) * (L + 1) * 4 + T * N * L * dtype.itemsize)
 
@@ -134,10 +135,10 @@ def aot() -> list[Compile]:
     entries = []
     for kind in ("bf16", "fp16", "fp32"):
         for M in (16, 64):
-            for RB, SB, CB in (FEW, MANY):
+            for SB, (RB, CB) in SHAPES.items():
                 signature = {"part": "*fp32", "part_lse": "*fp32", "items": "*i32", "count": "*i32", "out": f"*{kind}"}
                 signature |= {"lse": "*fp32", "out_stride_t": "i32", "out_stride_n": "i32", "N": "i32"}
                 constants = {"UNIT": 8, "L": 512, "M": M, "RB": RB, "SB": SB, "CB": CB}
-                name = f"combine {kind} {M} rows {'in order' if SB == 1 else 'many'}"
+                name = f"combine {kind} {M} rows {SB} at once"
                 entries.append(Compile(_combine_kernel, signature, constants, 4, 3, TARGETS, name))
     return entries

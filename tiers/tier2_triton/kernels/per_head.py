@@ -20,7 +20,7 @@ from mla.aot import Compile
 from tiers.tier2_triton.kernels.problem import Problem
 from tiers.tier2_triton.launch import TARGETS, power
 
-BT, BK = 16, 32
+BT, STAGES = 16, 2
 SIZES = ["T", "N", "x_stride_t", "x_stride_n", "out_stride_t", "out_stride_n"]
 
 
@@ -68,7 +68,7 @@ def per_head(x: Tensor, W: Tensor, out: Tensor, row_scale: Tensor | None = None)
     wide = x.dtype == torch.float32 or x.dtype != W.dtype
     _per_head_kernel[(triton.cdiv(T, BT), N)](
         x, W, out, row_scale, T, N, *(stride // unit for stride in strides),
-        UNIT=unit, K=K, J=J, BT=BT, BK=BK, BO=power(J), WIDE=wide, num_warps=4,
+        UNIT=unit, K=K, J=J, BT=BT, BK=16 if wide else 32, BO=power(J), WIDE=wide, num_warps=4, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -104,12 +104,13 @@ def aot() -> list[Compile]:
         for K, J in ((128, 512), (512, 128)):
             signature = {"x": f"*{kind}", "W": f"*{kind}", "out": f"*{kind}"}
             signature |= dict.fromkeys(SIZES, "i32")
-            constants: dict[str, Any] = {"UNIT": 8, "K": K, "J": J, "BT": BT, "BK": BK, "BO": J, "WIDE": kind == "fp32"}
+            constants: dict[str, Any] = {"UNIT": 8, "K": K, "J": J, "BT": BT, "BO": J}
+            constants |= {"BK": 16, "WIDE": True} if kind == "fp32" else {"BK": 32, "WIDE": False}
             scaled = kind == "fp16" and J == 512
             if scaled:
                 signature["row_scale"] = "*fp32"
             else:
                 constants["row_scale"] = None
             name = f"per_head {kind} {K} to {J}{' scaled' if scaled else ''}"
-            entries.append(Compile(_per_head_kernel, signature, constants, 4, 3, TARGETS, name))
+            entries.append(Compile(_per_head_kernel, signature, constants, 4, STAGES, TARGETS, name))
     return entries
