@@ -35,7 +35,7 @@ COMPILER = "mla/aot.py"  # reads registers and limits: its changes are changes o
 BUDGET_TARGET = "sm_90"
 SPILL_FREE = ("combine", "decode", "per_head")
 REGISTERS = {
-    "combine": 128, "concat": 80, "decode": 255, "fused_input": 128, "gather": 80, "merge": 80,
+    "combine": 168, "concat": 80, "decode": 255, "fused_input": 128, "gather": 80, "merge": 80,
     "per_head": 255, "prefill": 255, "write": 80,
 }  # fmt: skip
 
