@@ -120,7 +120,10 @@ class DeviceLap:
 
 
 def captured(call: Callable[[], object], cuda: Any = torch.cuda) -> Callable[[], None]:
-    """Return a call that replays what `call` does to the same memory, captured as a CUDA graph after a warm-up."""
+    """Return a call that replays what `call` does to the same memory, captured as a CUDA graph after a warm-up.
+
+    It keeps `call`, and so the tensors that a closure holds, alive: a graph knows their addresses only.
+    """
     side = cuda.Stream()
     side.wait_stream(cuda.current_stream())
     with cuda.stream(side):
@@ -130,7 +133,7 @@ def captured(call: Callable[[], object], cuda: Any = torch.cuda) -> Callable[[],
     graph = cuda.CUDAGraph()
     with cuda.graph(graph):
         call()
-    return graph.replay
+    return lambda call=call: graph.replay()  # type: ignore[misc]
 
 
 def cold_memory(device: str) -> torch.Tensor:

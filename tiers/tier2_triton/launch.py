@@ -29,7 +29,9 @@ HALVES: dict[str, dict[int, Tile]] = {
     "gfx950": {16: (16, 32, 4, 2), 64: (64, 16, 8, 1)},
     "cpu": {16: (16, 64, 1, 1), 64: (64, 64, 1, 1)},  # the interpreter
 }
-FLOATS: dict[str, Tile] = {arch: (16, 16, 4, 1 if arch.startswith("gfx") else 2) for arch in HALVES if arch != "cpu"}
+FLOATS: dict[str, Tile] = {
+    arch: (16, 16, 4, 1) if arch.startswith("gfx") else (16, 16, 8, 2) for arch in HALVES if arch != "cpu"
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def shared_bytes(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> int:
     (M + buffers * keys) * (L + R, each rounded up to a power of two) * itemsize + 4 KiB for reductions. Tensor cores
     that read from shared memory (64 rows on sm_90 and later) need `stages` buffers, others one less; AMD keeps the
     query in registers. With 64 rows and 64 keys or more the weights pass through shared memory, M * keys * itemsize,
-    and reductions take 2 KiB. sm_100, with 64 rows, and AMD bring the output into order there, M * L * itemsize.
+    and reductions take 2 KiB. sm_100, with 64 rows, and AMD bring the output into order there, M * L * itemsize, and
+    float32 holds the query twice, for its partial sums of 256 products.
     """
     BM, BN, _, stages = tile
     amd, width, output = arch.startswith("gfx"), power(L) + (power(R) if R else 0), BM * power(L) * itemsize
@@ -63,7 +66,8 @@ def shared_bytes(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> int:
     if amd:
         return max(tiles + 4096, output)
     extra = BM * BN * itemsize + 2048 if BM >= 64 and BN >= 64 else 4096
-    return tiles + extra + (output if arch == "sm_100" and BM >= 64 else 0)
+    again = (arch == "sm_100" and BM >= 64) or (itemsize == 4 and L > 256)
+    return tiles + extra + (output if again else 0)
 
 
 def fits(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> bool:

@@ -31,10 +31,11 @@ def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callab
     for tile in decode_tiles(need.arch, dot_dtype(need), need.L, need.R):
         for at_once in (1, 4, 16):
             found.append(lambda tile=tile, at_once=at_once: _absorb_nothing(need, tile, at_once))  # type: ignore[misc]
-    lengths = [1]
+    lengths = [(1, 0)]
     if tier.route(need) is not None:
-        lengths.append(expand_from(need) + 1)
-    return found + [lambda n=n: _attend(tier, plain, n) for n in lengths]
+        new = expand_from(need) + 1
+        lengths += [(new, 0), (new, need.page_size)]  # a fresh prompt, and one whose two parts are merged
+    return found + [lambda n=n: _attend(tier, plain, *n) for n in lengths]
 
 
 def _write(tier: "TritonTier", need: Need, side: InputSide | None) -> None:
@@ -64,20 +65,21 @@ def _absorb_nothing(need: Need, tile: Tile, at_once: int) -> None:
     combine(part, part_lse, work, count[1:], q_latent, lse, at_once)
 
 
-def _attend(tier: "TritonTier", need: Need, tokens: int) -> None:
-    pages = -(-tokens // need.page_size)
-    cache = tier.new_cache(CacheSpec(pages, need.page_size, need.layout, need.device))
+def _attend(tier: "TritonTier", need: Need, tokens: int, context: int) -> None:
+    batch = _batch(need, tokens, context)
+    cache = tier.new_cache(CacheSpec(batch.num_pages or 1, need.page_size, need.layout, need.device))
     cache.data.zero_()
     up = UpProjection(_new(need, need.L, need.N, need.P), _new(need, need.L, need.N, need.V))
     q = Query(_new(need, tokens, need.N, need.P), _new(need, tokens, need.N, need.R))
-    tier.attend(q, cache, tier.prepare(up, need), tier.plan(need, _batch(need, tokens)))
+    tier.attend(q, cache, tier.prepare(up, need), tier.plan(need, batch))
 
 
-def _batch(need: Need, tokens: int) -> AttentionBatch:
-    pages = -(-tokens // need.page_size)
-    counts = [tokens if need.mask == "full" else i + 1 for i in range(tokens)]
+def _batch(need: Need, tokens: int, context: int = 0) -> AttentionBatch:
+    keys = tokens + context
+    pages = -(-keys // need.page_size)
+    seen = [keys if need.mask == "full" else context + i + 1 for i in range(tokens)]
     where = {"page_size": need.page_size, "num_pages": pages, "mask": need.mask, "device": need.device}
-    return AttentionBatch.rows([tokens], [tokens], [list(range(pages))], counts, **where)  # type: ignore[arg-type]
+    return AttentionBatch.rows([tokens], [keys], [list(range(pages))], seen, **where)  # type: ignore[arg-type]
 
 
 def _new(need: Need, *shape: int) -> Tensor:
