@@ -73,5 +73,5 @@ def test_segments_stay_below_what_capacity_reserves():
         pieces = [Piece(b, int(at[b]), int(lens[b]), int(random.integers(0, 50000)), True) for b in range(B)]
         N = int(random.choice([1, 5, 16, 128]))
         work = schedule(pieces, N, (64, 64), 132)
-        assert len(work.merges) <= most_tiles(N, 64, B, int(lens.sum()), 8)
+        assert len(work.merges) <= most_tiles(N, 64, B, int(lens.sum()))
         assert work.slots <= len(work.merges) + 2 * 132

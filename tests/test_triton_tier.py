@@ -174,6 +174,10 @@ def test_nothing_stands_against_what_it_serves():
     some = Capacity(max_requests=4, max_tokens=4, max_query_len=1, max_seq_len=4096)
     for arch in SHARED_LIMIT:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if (arch, dtype) == ("sm_120", torch.float32):  # its programs get 99 KiB; float32 queries are held twice
+                (found,) = sentences(arch=arch, dtype=dtype)
+                assert "need 110,592 bytes of shared memory, and sm_120 gives a program 101,376" in found
+                continue
             assert sentences(arch=arch, dtype=dtype) == [], (arch, dtype)
             assert sentences("mqa", arch=arch, dtype=dtype, graph_capture=True, capacity=some) == []
             assert sentences("mqa", arch=arch, dtype=dtype, batch_invariant=True) == []

@@ -23,6 +23,7 @@ from mla.projections import Query, UpProjection
 from mla.state import AttentionState
 from mla.tier import Plan
 from tiers.tier2_triton.launch import Tile, decode_tile, device
+from tiers.tier2_triton.ops import dense
 from tiers.tier2_triton.schedule import FIELDS, INVARIANT_SPLIT, Piece, Work, most_tiles, schedule
 
 ROUND_BYTES = 1 << 28  # of latent queries, and of partial states
@@ -34,13 +35,14 @@ Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class Round:
     """One launch: `rows` of the batch, a slice or (t,) int64, their row_kv_lens (t,), and int32 lists on the device.
 
-    items (n, 8), merges (tiles, 8), counts (2,), block_table (B, max_pages).
+    items (n, 8), merges (tiles, 8) and counts (2,) are views of `lists` (1 + n + tiles, 8); block_table (B, max_pages).
     """
 
     rows: slice | Tensor
     tokens: int
     tile: Tile
     at_once: int
+    lists: Tensor
     items: Tensor
     merges: Tensor
     counts: Tensor
@@ -104,12 +106,14 @@ def absorbed_sizes(need: Need, rounds: list[Round]) -> Sizes:
     """Return the scratch of all rounds, (shape, dtype) by name; for a Need with a capacity whatever the batch is."""
     tokens = max((r.tokens for r in rounds), default=0)
     states = max((r.slots * r.tile[0] for r in rounds), default=0)
+    if need.capacity is not None and need.graph_capture:
+        tokens = need.capacity.max_tokens
     if need.capacity is not None and not need.graph_capture:
         c, tokens, states = need.capacity, 0, 0
         for rows in (need.N, need.N * c.max_query_len):
             tile = decode_tile(need.arch, dot_dtype(need), need.L, need.R, rows)
             if tile is not None:
-                most = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens, c.max_query_len)
+                most = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens)
                 states = max(states, min(most, _slot_budget(need, tile)) * tile[0] + 2 * programs(need, tile) * tile[0])
                 tokens = max(tokens, min(c.max_tokens, _token_budget(need)))
         if need.batch_invariant:
@@ -137,7 +141,7 @@ def attend_round(
     part_lse = plan.scratch("part_lse", (step.slots, M), torch.float32)
     q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
     scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
-    own = step.invariant or scale is not None or nope.dtype != dtype or W_UK.dtype != dtype
+    own = step.invariant or scale is not None or not nope.dtype == W_UK.dtype == W_UV.dtype == dtype
     return attend_absorbed(
         nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
         part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.at_once, keys, warps, stages,
@@ -156,7 +160,7 @@ def attend_latent_rounds(
         part_lse = plan.scratch("part_lse", (step.slots, step.tile[0]), torch.float32)
         assert isinstance(step.rows, slice), "all requests are absorbed here"
         bounds = (step.block_table, step.row_kv_lens, step.items, step.counts)
-        queries = q_latent[step.rows], q_pe[step.rows]
+        queries = dense(q_latent[step.rows]), dense(q_pe[step.rows])
         decode(*queries, None, cache.data, *bounds, part, part_lse, plan.need.softmax_scale, step.tile)
         combine(part, part_lse, step.merges, step.counts[1:], out[step.rows], lse[step.rows], step.at_once)
 
@@ -185,19 +189,22 @@ def _pieces(need: Need, batch: AttentionBatch, requests: Sequence[int], tile: Ti
     starts = [0, *accumulate(batch.query_lens_host)]
     causal, N, M = need.mask == "causal", need.N, tile[0]
     token_budget, slot_budget = _token_budget(need), _slot_budget(need, tile)
+    if need.graph_capture:  # one round, whatever it takes
+        token_budget = slot_budget = 1 << 40
     found: list[Piece] = []
     weights: list[int] = []
     for b in requests:
         query_len, seq_len = batch.query_lens_host[b], batch.seq_lens_host[b]
         parts = max(1, -(-seq_len // INVARIANT_SPLIT)) if need.batch_invariant else 1
-        step = max(1, min(token_budget, slot_budget * M // (N * parts)))
+        step = max(1, min(token_budget, slot_budget // parts * M // N))
         for first in range(0, query_len, step):
             tokens = min(step, query_len - first)
             keys = max(0, seq_len - (query_len - first - tokens)) if causal and seq_len else seq_len
             found.append(Piece(b, starts[b] + first, tokens, keys, causal))
             weights.append(-(-tokens * N // M) * parts)
-    if batch.num_tokens > starts[-1]:
-        found.append(Piece(0, starts[-1], batch.num_tokens - starts[-1], 0, False))
+    step = max(1, min(token_budget, slot_budget * M // N))
+    for first in range(starts[-1], batch.num_tokens, step):  # rows of no request
+        found.append(Piece(0, first, min(step, batch.num_tokens - first), 0, False))
         weights.append(-(-found[-1].tokens * N // M))
     groups: list[list[Piece]] = []
     tokens = slots = 0
@@ -233,7 +240,7 @@ def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -
     items, merges = lists[1 : n + 1], lists[n + 1 :]
     table = batch.block_table
     own = need.batch_invariant
-    return Round(rows, tokens, tile, at_once, items, merges, lists[0, :2], bounds, table, work.slots, own)
+    return Round(rows, tokens, tile, at_once, lists, items, merges, lists[0, :2], bounds, table, work.slots, own)
 
 
 def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile, old: list[Round] | None) -> Round:
@@ -241,7 +248,7 @@ def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: T
     c = need.capacity
     assert c is not None, "why_not has refused"
     work = schedule(_within(pieces), need.N, tile[:2], programs(need, tile), need.batch_invariant)
-    tiles = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens, c.max_query_len)
+    tiles = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens)
     parts = -(-c.max_seq_len // INVARIANT_SPLIT)
     slots = tiles * parts if need.batch_invariant else tiles + 2 * programs(need, tile)
     width = max(1, -(-c.max_seq_len // need.page_size))
@@ -254,10 +261,9 @@ def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: T
         items, merges, T = lists[1 : slots + 1], lists[slots + 1 :], batch.num_tokens
         own = need.batch_invariant  # the merge has one shape for all batches: the usual one of a batch this large
         at_once = 1 if own else 4 if 4 * tiles >= programs(need, tile) else 16
-        step = Round(slice(0, T), T, tile, at_once, items, merges, lists[0, :2], bounds, table, slots, own)
+        step = Round(slice(0, T), T, tile, at_once, lists, items, merges, lists[0, :2], bounds, table, slots, own)
     packed = torch.from_numpy(_packed(work, slots, tiles))
-    lists = step.items._base if step.items._base is not None else step.items
-    lists.copy_(packed.pin_memory() if need.device != "cpu" else packed, non_blocking=True)
+    step.lists.copy_(packed.pin_memory() if need.device != "cpu" else packed, non_blocking=True)
     columns = min(width, batch.block_table.shape[1])
     step.block_table[: batch.block_table.shape[0], :columns].copy_(batch.block_table[:, :columns])
     step.row_kv_lens[: batch.num_tokens].copy_(batch.row_kv_lens)

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 
+def dense(x: Tensor) -> Tensor:
+    """Return x, of any shape, with its last axis contiguous, as every kernel takes it; a copy only where it is not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
 @torch.library.custom_op("mla_triton::write", mutates_args=("data",))
 def write(data: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
     """Store kv_c (T, L) and k_pe (T, R) in data (pages, page_size, L + R) at slot_mapping (T,) int64; -1 is skipped."""
     from tiers.tier2_triton.kernels.write import write_rows
 
-    write_rows(data, kv_c, k_pe, slot_mapping)
+    with torch.cuda.device_of(data):
+        write_rows(data, dense(kv_c), dense(k_pe), dense(slot_mapping))
 
 
 @torch.library.custom_op("mla_triton::fused_input", mutates_args=("data",))
@@ -38,8 +44,9 @@ def fused_input(
     from tiers.tier2_triton.kernels import fused_input as story
 
     q_out = torch.empty(q_pe.shape, dtype=q_pe.dtype, device=q_pe.device)
-    rest = (slot_mapping, positions, kv_norm, turns, eps, multiplier, amplitude, interleaved)
-    story.fused_input(data, q_out, kv_c, k_pe, q_pe, *rest)
+    rest = (dense(slot_mapping), dense(positions), kv_norm, turns, eps, multiplier, amplitude, interleaved)
+    with torch.cuda.device_of(data):
+        story.fused_input(data, q_out, dense(kv_c), dense(k_pe), dense(q_pe), *rest)
     return q_out
 
 
@@ -104,19 +111,21 @@ def attend_absorbed(
     lse = q_nope.new_empty(T, N, dtype=torch.float32)
     if T == 0:
         return out, lse
+    q_nope, q_pe = dense(q_nope), dense(q_pe)
     by_token, values = q_latent.transpose(0, 1), latent.transpose(0, 1)
-    if own_products:
-        per_head(q_nope, W_UK, by_token, row_scale)
-    else:
-        torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent)
-    tile = (part.shape[1], keys, warps, stages)
-    bounds = (block_table, row_kv_lens, items, counts)
-    decode(by_token, q_pe, row_scale, data, *bounds, part, part_lse, softmax_scale, tile)
-    combine(part, part_lse, merges, counts[1:], values, lse, at_once)
-    if own_products:
-        per_head(values, W_UV, out)
-    else:
-        torch.bmm(latent, W_UV, out=out.transpose(0, 1))
+    with torch.cuda.device_of(data):
+        if own_products:
+            per_head(q_nope, W_UK, by_token, row_scale)
+        else:
+            torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent)
+        tile = (part.shape[1], keys, warps, stages)
+        bounds = (block_table, row_kv_lens, items, counts)
+        decode(by_token, q_pe, row_scale, data, *bounds, part, part_lse, softmax_scale, tile)
+        combine(part, part_lse, merges, counts[1:], values, lse, at_once)
+        if own_products:
+            per_head(values, W_UV, out)
+        else:
+            torch.bmm(latent, W_UV, out=out.transpose(0, 1))
     return out, lse
 
 

@@ -101,7 +101,6 @@ def _blocks_of_a_segment(blocks: np.ndarray, programs: int, overhead: int) -> in
     return int(sizes[np.where(allowed, time, np.inf).argmin()])
 
 
-def most_tiles(N: int, M: int, requests: int, tokens: int, query_len: int) -> int:
-    """Return how many tiles of M rows a batch within these bounds has at most; one more for rows of no request."""
-    by_request = requests * -(-min(query_len, tokens) * N // M)
-    return min(by_request, tokens * N // M + requests) + 1
+def most_tiles(N: int, M: int, requests: int, tokens: int) -> int:
+    """Return how many tiles of M rows a batch within these bounds has at most, rows of no request among the tokens."""
+    return tokens * N // M + requests + 1

@@ -46,6 +46,7 @@ from tiers.tier2_triton.expanded import (
     why_not_route,
 )
 from tiers.tier2_triton.launch import FLOATS, HALVES, decode_tile, expand_from, shared_bytes
+from tiers.tier2_triton.ops import dense
 
 FORMS = ("auto", "mqa", "mha", "cudnn", "padded", "invariant")
 ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
@@ -157,27 +158,40 @@ class TritonTier(Tier):
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Choose each request's form, cut the work, and upload it; waits for the device nowhere."""
-        old = into.steps.rounds if into is not None and into.steps is not None else None
-        if need.graph_capture and old and old[0].tokens != batch.num_tokens:
+        mine = into is not None and into.tier == self.name and into.steps is not None
+        old = into.steps.rounds if into is not None and mine else None
+        if need.graph_capture and old and old[0].tokens not in (0, batch.num_tokens):
             expected, got = f"{old[0].tokens} tokens, as captured", str(batch.num_tokens)
             raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
-        result, route = plan(self, need, batch, into), self.route(need)
-        least = 1 if self.form in ROUTES else expand_from(need)
+        before = None if into is None else (into.batch, into.steps)
+        result = plan(self, need, batch, into)
+        try:
+            result.steps, result.sizes, result.report = self._steps(need, batch, old)
+        except Exception:
+            if into is not None and before is not None:
+                into.batch, into.steps = before
+            raise
+        return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
+
+    def _steps(
+        self, need: Need, batch: AttentionBatch, old: list[Round] | None
+    ) -> tuple[Steps, Any, dict[str, object]]:
+        """The work of a step, the scratch it takes, and a report of both."""
+        route, least = self.route(need), 1 if self.form in ROUTES else expand_from(need)
         expanded = [b for b, n in enumerate(batch.query_lens_host) if route is not None and n >= least]
         absorbed = [b for b in range(batch.num_requests) if b not in set(expanded)]
         inner = replace(need, batch_invariant=True) if self.form == "invariant" else need
         steps = Steps(plan_absorbed(inner, batch, absorbed, old))
-        result.sizes = absorbed_sizes(inner, steps.rounds)
+        sizes = absorbed_sizes(inner, steps.rounds)
         if route is not None:
             steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
-            result.sizes |= steps.expanded.sizes
+            sizes |= steps.expanded.sizes
             if need.capacity is not None:
-                result.sizes |= expanded_sizes(need, self.cap(need), route)
-        result.steps = steps
+                sizes |= expanded_sizes(need, self.cap(need), route)
         chosen, forms = set(expanded), ("mqa", "mha")
-        result.report = {"forms": [forms[b in chosen] for b in range(batch.num_requests)], "route": route or "none"}
-        result.report |= {"rounds": len(steps.rounds), "items": sum(r.items.shape[0] for r in steps.rounds)}
-        return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
+        report: dict[str, Any] = {"forms": [forms[b in chosen] for b in range(batch.num_requests)]}
+        report |= {"route": route or "none", "rounds": len(steps.rounds)}
+        return steps, sizes, report | {"items": sum(r.items.shape[0] for r in steps.rounds)}
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
@@ -198,7 +212,9 @@ class TritonTier(Tier):
         )
         deliver_rounds(steps.rounds, q, cache, prepared.data, plan, whole)
         if chunks:
-            attend_expanded(steps.expanded, q, cache, prepared.data, plan, whole.out, whole.lse)
+            with torch.cuda.device_of(cache.data):
+                dense_q = Query(dense(q.nope), dense(q.pe))
+                attend_expanded(steps.expanded, dense_q, cache, prepared.data, plan, whole.out, whole.lse)
         return deliver(whole, plan, out)
 
     def attend_latent(
@@ -220,14 +236,16 @@ class TritonTier(Tier):
         if out is None or out.lse is None:
             T, N, L = q_latent.shape
             out = AttentionState(q_latent.new_empty(T, N, L), q_latent.new_empty(T, N, dtype=torch.float32))
-        attend_latent_rounds(steps.rounds, q_latent, q_pe, cache, plan, *out.parts())
+        with torch.cuda.device_of(cache.data):
+            attend_latent_rounds(steps.rounds, q_latent, q_pe, cache, plan, *out.parts())
         return out
 
     def latent(
         self, q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, batch: AttentionBatch, need: Need
     ) -> AttentionState:
         """Plan and attend absorbed queries, q_latent (T, N, L) and q_pe (T, N, R), as the suite calls a raw kernel."""
-        return self.attend_latent(q_latent, q_pe, cache, None, TritonTier("mqa").plan(need, batch))
+        tier = self if self.route(need) is None else TritonTier("mqa")
+        return self.attend_latent(q_latent, q_pe, cache, None, tier.plan(need, batch))
 
     def warmup(self, need: Need, side: InputSide | None = None, tick: Callable[[int, int], None] | None = None) -> int:
         """Compile every kernel that this tier can launch for `need`, on dummy tensors; return the number of steps.

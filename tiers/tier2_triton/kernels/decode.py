@@ -101,7 +101,7 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
                    scale, q_stride_t, q_stride_n, pe_stride_t, pe_stride_n, page_stride, row_stride, table_stride,
                    N, PAGE, UNIT: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
                    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
-                   ONE_PAGE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                   ONE_PAGE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
     """One work item: M rows of a request over a range of its keys, to one partial state."""
     item = tl.program_id(0)
     work = items + item * 8  # read at once with the count: one wait on memory less
@@ -109,7 +109,8 @@ def _decode_kernel(q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, i
     begin, end, slot = tl.load(work + 4), tl.load(work + 5), tl.load(work + 6)
     if item < tl.load(count):
         # strides come in units of 16 bytes where they are such, so that the compiler can load as much at once
-        by_page, by_row = page_stride.to(tl.int64) * UNIT, row_stride * UNIT
+        by_page = page_stride.to(tl.int64) * UNIT
+        by_row = row_stride.to(tl.int64) * UNIT if FAR else row_stride * UNIT
         m, n = m0 + tl.arange(0, BM), tl.arange(0, BN)
         cols, colr = tl.arange(0, BL), tl.arange(0, BR)
         FULL_L: tl.constexpr = L == BL
@@ -204,7 +205,7 @@ def decode(
         q_latent, q_pe, row_scale, cache, block_table, row_kv_lens, items, count, out, lse, softmax_scale * LOG2E,
         *(stride // unit for stride in strides), block_table.stride(0), N, page,
         UNIT=unit, L=L, R=R, BM=BM, BN=BN, BL=power(L), BR=power(R), ONE_PAGE=page % BN == 0, WIDE=wide,
-        STAGES=stages, num_warps=warps, num_stages=stages,
+        STAGES=stages, FAR=cache.stride(1) * page >= 2**31, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -284,7 +285,7 @@ def aot() -> list[Compile]:
                 signature |= {"out": "*fp32", "lse": "*fp32", "scale": "fp32"}
                 signature |= dict.fromkeys((*STRIDES, *SIZES), "i32")
                 constants = {"row_scale": None, "UNIT": 8, "L": 512, "R": 64}
-                constants |= {"ONE_PAGE": one_page, "WIDE": dtype == torch.float32, "STAGES": stages}
+                constants |= {"ONE_PAGE": one_page, "WIDE": dtype == torch.float32, "STAGES": stages, "FAR": False}
                 constants |= {"BM": BM, "BN": BN, "BL": 512, "BR": 64}
                 if dtype == torch.float16:
                     signature["row_scale"] = "*fp32"

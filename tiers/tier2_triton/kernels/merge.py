@@ -24,9 +24,10 @@ from mla.state import merge as merge_states
 from tiers.tier2_triton.kernels.problem import Problem
 
 BLOCK_ROWS, NUM_WARPS = 16, 4
+LSE_STRIDES = [f"stride_lse_{part}" for part in ("a_t", "a_n", "b_t", "b_n", "t", "n")]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads", *LSE_STRIDES])
 def _merge_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, rows, heads,
     stride_out_a_t, stride_out_a_n, stride_lse_a_t, stride_lse_a_n,
