@@ -98,3 +98,13 @@ def test_F5_queries_and_rows_whose_last_axis_is_strided_are_read_right():
     tiers.get("triton").write(cache, kv_c, k_pe, slots)
     assert torch.equal(cache.data.view(8, -1)[:3], torch.cat([kv_c, k_pe], -1))
     assert not cache.data.view(8, -1)[3:].any()
+
+
+def test_auto_expands_long_queries_by_cudnn_and_short_ones_by_our_kernel():
+    sizes = {"N": 16, "L": 512, "P": 128, "R": 64, "V": 128, "page_size": 64, "dtype": torch.bfloat16}
+    need = make_need(**sizes, device="cuda:0", arch="sm_90")
+    tier = tiers.get("triton")
+    assert [tier.route(need, n) for n in (1, 256, 1023, 1024, 16384)] == ["triton"] * 3 + ["cudnn"] * 2
+    assert tier.route(make_need(**sizes, device="cuda:0", arch="gfx942"), 16384) == "triton"
+    assert tiers.get("triton:cudnn").route(need, 1) == "cudnn"
+    assert tiers.get("triton:mqa").route(need, 16384) is None

@@ -11,6 +11,7 @@ Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ from tiers.tier2_triton.ops import dense
 FORMS = ("auto", "mqa", "mha", "cudnn", "padded", "invariant")
 ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
 DEFAULT_WORKSPACE_TOKENS = 65536
+CUDNN_FROM = (
+    1024  # new tokens: over 8192 keys our kernel takes 3.0 ms for 4 x 256, cuDNN 3.8; for 1 x 4096 1.80 and 1.70
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -112,13 +116,18 @@ class TritonTier(Tier):
         whole = c.max_requests * -(-c.max_seq_len // need.page_size) * need.page_size
         return min(whole, default_workspace_tokens(c.max_seq_len, c.max_requests, need.page_size))
 
-    def route(self, need: Need) -> str | None:
-        """Return how requests are expanded for `need`: "triton", "cudnn" or "padded"; None where all are absorbed."""
+    def route(self, need: Need, query_len: int = CUDNN_FROM) -> str | None:
+        """Return how requests of up to `query_len` new tokens are expanded: "triton", "cudnn" or "padded".
+
+        None where all are absorbed. "auto" takes cuDNN, one call a request, for long queries, and our kernel, one
+        launch for all, for short ones.
+        """
         if self.form in ("mqa", "invariant") or need.graph_capture or need.batch_invariant:
             return None
         if self.form in ROUTES:
             return ROUTES[self.form]
-        return next((route for route in ("cudnn", "triton") if not why_not_route(need, route)), None)
+        best = ("cudnn", "triton") if query_len >= CUDNN_FROM else ("triton", "cudnn")
+        return next((route for route in best if not why_not_route(need, route)), None)
 
     def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
         """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,) int64 without waiting for the device; -1 is skipped.
@@ -184,10 +193,13 @@ class TritonTier(Tier):
         steps = Steps(plan_absorbed(inner, batch, absorbed, old))
         sizes = absorbed_sizes(inner, steps.rounds)
         if route is not None:
-            steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
+            longest = max((batch.query_lens_host[b] for b in expanded), default=CUDNN_FROM)
+            route = self.route(need, longest)
+            steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route or "triton")
             sizes |= steps.expanded.sizes
-            if need.capacity is not None:
-                sizes |= expanded_sizes(need, self.cap(need), route)
+            for way in {self.route(need), self.route(need, 1)} if need.capacity is not None else ():
+                found = expanded_sizes(need, self.cap(need), way or "triton")
+                sizes |= {k: v for k, v in found.items() if k not in sizes or prod(v[0]) > prod(sizes[k][0])}
         chosen, forms = set(expanded), ("mqa", "mha")
         report: dict[str, Any] = {"forms": [forms[b in chosen] for b in range(batch.num_requests)]}
         report |= {"route": route or "none", "rounds": len(steps.rounds)}

@@ -31,10 +31,12 @@ def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callab
     for tile in decode_tiles(need.arch, dot_dtype(need), need.L, need.R):
         for at_once in (1, 4, 16):
             found.append(lambda tile=tile, at_once=at_once: _absorb_nothing(need, tile, at_once))  # type: ignore[misc]
+    from tiers.tier2_triton.tier import CUDNN_FROM
+
     lengths = [(1, 0)]
     if tier.route(need) is not None:
-        new = expand_from(need) + 1
-        lengths += [(new, 0), (new, need.page_size)]  # a fresh prompt, and one whose two parts are merged
+        for new in {expand_from(need) + 1, CUDNN_FROM}:  # fresh prompts, and some whose two parts are merged
+            lengths += [(new, 0), (new, need.page_size)]
     return found + [lambda n=n: _attend(tier, plain, *n) for n in lengths]
 
 
