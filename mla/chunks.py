@@ -1,9 +1,13 @@
-"""Take the keys of many requests through a workspace of bounded size: one chunk after the other, or side by side."""
+"""Take the keys of many requests through a workspace of bounded size: how large, in which chunks, or side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mla.checks import check_int, lengths
+from mla.cost import default_workspace_tokens
+from mla.need import Need
+
+DEFAULT_WORKSPACE_TOKENS = 65536
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,28 @@ class Span:
     start: int
     stop: int
     at: int
+
+
+def workspace_rows(need: Need, asked: int | None) -> int:
+    """Return the rows (tokens) of a workspace: `asked`, else by the serving formula from Need.capacity, else 65536.
+
+    More rows than all requests of the capacity have are not reserved.
+    """
+    if asked is not None:
+        return asked
+    c = need.capacity
+    if c is None:
+        return max(DEFAULT_WORKSPACE_TOKENS, need.page_size)
+    whole = c.max_requests * -(-c.max_seq_len // need.page_size) * need.page_size
+    return min(whole, default_workspace_tokens(c.max_seq_len, c.max_requests, need.page_size))
+
+
+def refuse_workspace(need: Need, rows: int) -> list[str]:
+    """Return a sentence where a workspace of `rows` rows cannot hold one page, else []."""
+    if rows >= need.page_size:
+        return []
+    found = f"max_workspace_tokens = {rows} is below one page of {need.page_size} rows"
+    return [f"{found}; allow at least {need.page_size}, or use smaller pages."]
 
 
 def pack_chunks(key_counts: Sequence[int], cap: int, page_size: int) -> list[list[Span]]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from mla.batch import AttentionBatch
 from mla.cache import PagedLatentCache
 from mla.checks import check_equal, check_int
-from mla.chunks import Span, pack_chunks, sweep_strides
-from mla.cost import absorbed_workspace_bytes, default_workspace_tokens, expanded_workspace_bytes
+from mla.chunks import Span, pack_chunks, refuse_workspace, sweep_strides, workspace_rows
+from mla.cost import absorbed_workspace_bytes, expanded_workspace_bytes
 from mla.errors import bad
 from mla.need import Need, refuse_features
 from mla.projections import Query, UpProjection
@@ -26,7 +26,6 @@ from mla.state import AttentionState, fold_block, merge
 from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
 from mla.tune import FormCosts
 
-DEFAULT_WORKSPACE_TOKENS = 65536
 Q_BLOCK = 128
 BLOCK_SCORES = 1 << 20  # scores of one block over all heads: they keep the cores busy and fit the processor's caches
 SWEEP_HEADS = 4096  # (row, head) pairs whose latent states are held at once
@@ -82,13 +81,7 @@ class PagedTier(Tier):
 
     def cap(self, need: Need) -> int:
         """Rows of the workspace for `need`."""
-        if self.max_workspace_tokens is not None:
-            return self.max_workspace_tokens
-        c = need.capacity
-        if c is None:
-            return max(DEFAULT_WORKSPACE_TOKENS, need.page_size)
-        whole = c.max_requests * -(-c.max_seq_len // need.page_size) * need.page_size  # more rows cannot exist
-        return min(whole, default_workspace_tokens(c.max_seq_len, c.max_requests, need.page_size))
+        return workspace_rows(need, self.max_workspace_tokens)
 
     def why_not(self, need: Need) -> list[str]:
         """Return the sentences for features beyond plain MLA and for promises that this tier does not make."""
@@ -100,10 +93,7 @@ class PagedTier(Tier):
             reasons.append(
                 "graph_capture = True is not possible in paged, whose loops follow the lengths; set it to False."
             )
-        if self.cap(need) < need.page_size:
-            found = f"max_workspace_tokens = {self.cap(need)} is below one page of {need.page_size} rows"
-            reasons.append(f"{found}; allow at least {need.page_size}, or use smaller pages.")
-        return reasons
+        return reasons + refuse_workspace(need, self.cap(need))
 
     def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
         """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,); raises ValueError where they carry gradients."""

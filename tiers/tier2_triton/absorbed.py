@@ -22,13 +22,12 @@ from mla.need import Need
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
 from mla.tier import Plan
+from tiers.tier2_triton import ops
+from tiers.tier2_triton.expanded import Sizes
 from tiers.tier2_triton.launch import Tile, decode_tile, device
-from tiers.tier2_triton.ops import dense
 from tiers.tier2_triton.schedule import FIELDS, INVARIANT_SPLIT, Piece, Work, most_tiles, schedule
 
 ROUND_BYTES = 1 << 28  # of latent queries, and of partial states
-
-Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass
@@ -76,9 +75,8 @@ def prepare_absorbed(up: UpProjection, need: Need) -> dict[str, Tensor]:
     return {"W_UK": W_UK.permute(1, 2, 0).contiguous(), "W_UV": W_UV.permute(1, 0, 2).contiguous()}
 
 
-def tile_of(need: Need, batch: AttentionBatch, requests: Sequence[int]) -> Tile:
-    """Return the tile for these requests; in batch-invariant mode and for graphs it follows from the Need alone."""
-    query_len = max((batch.query_lens_host[b] for b in requests), default=1)
+def tile_of(need: Need, query_len: int) -> Tile:
+    """Return the tile for queries of so many tokens; in batch-invariant mode and for graphs the Need alone tells."""
     if need.batch_invariant:
         query_len = 1
     elif need.graph_capture and need.capacity is not None:
@@ -95,7 +93,7 @@ def plan_absorbed(
 
     With Need.graph_capture the lists of `old` are filled again, so that a captured graph reads the new ones.
     """
-    tile = tile_of(need, batch, requests)
+    tile = tile_of(need, max((batch.query_lens_host[b] for b in requests), default=1))
     groups = _pieces(need, batch, requests, tile)
     if need.graph_capture:
         return [_fixed_round(need, batch, [p for g in groups for p in g], tile, old)]
@@ -114,11 +112,14 @@ def absorbed_sizes(need: Need, rounds: list[Round]) -> Sizes:
             tile = decode_tile(need.arch, dot_dtype(need), need.L, need.R, rows)
             if tile is not None:
                 most = most_tiles(need.N, tile[0], c.max_requests, c.max_tokens)
-                states = max(states, min(most, _slot_budget(need, tile)) * tile[0] + 2 * programs(need, tile) * tile[0])
+                states = max(
+                    states,
+                    min(most, _slot_budget(need, tile)) * tile[0] + 2 * programs(need, tile) * tile[0],
+                )
                 tokens = max(tokens, min(c.max_tokens, _token_budget(need)))
         if need.batch_invariant:
             states = max(states, -(-c.max_seq_len // INVARIANT_SPLIT) * 2 * max(64, need.N))
-            states = max(states, _slot_budget(need, tile_of(need, _no_batch(need), [])) * 64)
+            states = max(states, _slot_budget(need, tile_of(need, 1)) * tile_of(need, 1)[0])
     wide, dtype = tokens * need.N, dot_dtype(need)
     sizes: Sizes = {"part": ((states, need.L), torch.float32), "part_lse": ((states,), torch.float32)}
     sizes |= {"q_latent": ((wide, need.L), dtype), "latent": ((wide, need.L), dtype)}
@@ -131,18 +132,15 @@ def attend_round(
     step: Round, q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Attend a round's rows of q, nope (T, N, P) and pe (T, N, R): out (t, N, V) and lse (t, N) in new tensors."""
-    from tiers.tier2_triton.ops import attend_absorbed
-
     need, dtype, t = plan.need, dot_dtype(plan.need), step.tokens
     nope, pe = q.nope[step.rows], q.pe[step.rows]
     W_UK, W_UV = data["W_UK"], data["W_UV"]
-    M, keys, warps, stages = step.tile
-    part = plan.scratch("part", (step.slots, M, need.L), torch.float32)
-    part_lse = plan.scratch("part_lse", (step.slots, M), torch.float32)
+    _, keys, warps, stages = step.tile
+    part, part_lse = _partial_states(step, plan)
     q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
     scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
     own = step.invariant or scale is not None or not nope.dtype == W_UK.dtype == W_UV.dtype == dtype
-    return attend_absorbed(
+    return ops.attend_absorbed(
         nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
         part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.at_once, keys, warps, stages,
     )  # fmt: skip
@@ -156,11 +154,10 @@ def attend_latent_rounds(
     from tiers.tier2_triton.kernels.decode import decode
 
     for step in rounds:
-        part = plan.scratch("part", (step.slots, step.tile[0], plan.need.L), torch.float32)
-        part_lse = plan.scratch("part_lse", (step.slots, step.tile[0]), torch.float32)
+        part, part_lse = _partial_states(step, plan)
         assert isinstance(step.rows, slice), "all requests are absorbed here"
         bounds = (step.block_table, step.row_kv_lens, step.items, step.counts)
-        queries = dense(q_latent[step.rows]), dense(q_pe[step.rows])
+        queries = ops.dense(q_latent[step.rows]), ops.dense(q_pe[step.rows])
         decode(*queries, None, cache.data, *bounds, part, part_lse, plan.need.softmax_scale, step.tile)
         combine(part, part_lse, step.merges, step.counts[1:], out[step.rows], lse[step.rows], step.at_once)
 
@@ -174,6 +171,12 @@ def deliver_rounds(
         state.out[step.rows] = out.to(state.out.dtype)
         if state.lse is not None:
             state.lse[step.rows] = lse
+
+
+def _partial_states(step: Round, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Scratch for what `decode` leaves: out (K, M, L) and base-2 LSE (K, M), float32, for K slots."""
+    shape = (step.slots, step.tile[0], plan.need.L)
+    return plan.scratch("part", shape, torch.float32), plan.scratch("part_lse", shape[:2], torch.float32)
 
 
 def _token_budget(need: Need) -> int:
@@ -282,7 +285,3 @@ def _packed(work: Work, items: int, merges: int) -> np.ndarray:
 
 def _to_device(x: Tensor, need: Need) -> Tensor:
     return x if need.device == "cpu" else x.pin_memory().to(need.device, non_blocking=True)
-
-
-def _no_batch(need: Need) -> AttentionBatch:
-    return AttentionBatch.rows([], [], [], [], page_size=need.page_size, num_pages=0, mask=need.mask)

@@ -30,6 +30,9 @@ from mla.projections import Query, UpProjection
 from mla.tier import Plan
 
 ROUTES = ("triton", "cudnn", "padded")
+# New tokens from which cuDNN is faster: 4 x 256 over 8192 keys take 3.0 ms by our kernel and 3.8 by cuDNN, one fresh
+# prompt of 4096 takes 1.80 and 1.70.
+CUDNN_FROM = 1024
 CUDNN_WIDTH = {"sm_90": 256, "sm_80": 128, "sm_100": 128}  # widest head that PyTorch lets through to cuDNN
 ONE_KEY_ROWS = 256
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -65,8 +68,8 @@ class Chunk:
 class ExpandedSteps:
     """A step's expanded work; `sizes` are the scratch buffers for `Plan.sizes`, all named expanded_*.
 
-    Of the routes behind PyTorch, `whole` lists rows [start, stop) whose result one call gives, `parts` those that are
-    merged from several, with their first row in the accumulator, and `empty` those that see no key.
+    For the routes behind PyTorch, `parts` lists the rows [start, stop) whose result is merged from several calls, with
+    their first row in the accumulator, and `empty` those that see no key.
     """
 
     route: str

@@ -7,6 +7,8 @@ Axes: T new tokens (packed over requests), B requests, N heads, L KV rank, P nop
 K slots, M rows of a tile.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,20 +53,7 @@ def fused_input(
 
 
 @fused_input.register_fake
-def _(
-    data: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    q_pe: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    kv_norm: Tensor,
-    turns: Tensor,
-    eps: float,
-    multiplier: float,
-    amplitude: float,
-    interleaved: bool,
-) -> Tensor:
+def _(data: Tensor, kv_c: Tensor, k_pe: Tensor, q_pe: Tensor, *_: Any) -> Tensor:
     return q_pe.new_empty(q_pe.shape)
 
 
@@ -130,28 +119,6 @@ def attend_absorbed(
 
 
 @attend_absorbed.register_fake
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    data: Tensor,
-    block_table: Tensor,
-    row_kv_lens: Tensor,
-    items: Tensor,
-    merges: Tensor,
-    counts: Tensor,
-    W_UK: Tensor,
-    W_UV: Tensor,
-    part: Tensor,
-    part_lse: Tensor,
-    q_latent: Tensor,
-    latent: Tensor,
-    row_scale: Tensor | None,
-    softmax_scale: float,
-    own_products: bool,
-    at_once: int,
-    keys: int,
-    warps: int,
-    stages: int,
-) -> tuple[Tensor, Tensor]:
-    T, N, V = q_nope.shape[0], q_nope.shape[1], W_UV.shape[2]
-    return q_nope.new_empty(T, N, V), q_nope.new_empty(T, N, dtype=torch.float32)
+def _(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    (T, N, _), W_UV = q_nope.shape, rest[8]
+    return q_nope.new_empty(T, N, W_UV.shape[2]), q_nope.new_empty(T, N, dtype=torch.float32)

@@ -21,13 +21,14 @@ from mla.aot import SHARED_LIMIT
 from mla.batch import AttentionBatch
 from mla.cache import FloatRows, PagedLatentCache
 from mla.checks import check_equal, check_int
-from mla.cost import default_workspace_tokens
+from mla.chunks import refuse_workspace, workspace_rows
 from mla.errors import bad
 from mla.layer import InputSide
 from mla.need import Need, refuse_features, refuse_package
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
 from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse, refuse_gradients
+from tiers.tier2_triton import ops
 from tiers.tier2_triton.absorbed import (
     Round,
     absorbed_sizes,
@@ -39,6 +40,7 @@ from tiers.tier2_triton.absorbed import (
     prepare_absorbed,
 )
 from tiers.tier2_triton.expanded import (
+    CUDNN_FROM,
     ExpandedSteps,
     attend_expanded,
     expanded_sizes,
@@ -47,14 +49,9 @@ from tiers.tier2_triton.expanded import (
     why_not_route,
 )
 from tiers.tier2_triton.launch import FLOATS, HALVES, decode_tile, expand_from, shared_bytes
-from tiers.tier2_triton.ops import dense
 
 FORMS = ("auto", "mqa", "mha", "cudnn", "padded", "invariant")
 ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
-DEFAULT_WORKSPACE_TOKENS = 65536
-# New tokens from which cuDNN is faster: 4 x 256 over 8192 keys take 3.0 ms by our kernel and 3.8 by cuDNN, one fresh
-# prompt of 4096 takes 1.80 and 1.70.
-CUDNN_FROM = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,8 +67,9 @@ class Steps:
 class TritonTier(Tier):
     """Our Triton kernels; `form` is "auto", "mqa" (absorbed), or how all are expanded: "mha", "cudnn" or "padded".
 
-    "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries and expands
-    longer ones by cuDNN where it serves the Need, else by our kernel, else not at all. "invariant" keeps the promise of
+    "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries, expands longer
+    ones by our kernel and the longest by cuDNN, each by the other where one does not serve the Need, or absorbs all
+    where none does. "invariant" keeps the promise of
     Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the rows (tokens) expanded
     at once, None as in `paged`.
     """
@@ -101,20 +99,11 @@ class TritonTier(Tier):
                 )
         if self.form in ROUTES and not reasons:
             reasons += why_not_route(need, ROUTES[self.form])
-        if self.cap(need) < need.page_size:
-            found = f"max_workspace_tokens = {self.cap(need)} is below one page of {need.page_size} rows"
-            reasons.append(f"{found}; allow at least {need.page_size}, or use smaller pages.")
-        return reasons
+        return reasons + refuse_workspace(need, self.cap(need))
 
     def cap(self, need: Need) -> int:
         """Rows of the workspace for `need`."""
-        if self.max_workspace_tokens is not None:
-            return self.max_workspace_tokens
-        c = need.capacity
-        if c is None:
-            return max(DEFAULT_WORKSPACE_TOKENS, need.page_size)
-        whole = c.max_requests * -(-c.max_seq_len // need.page_size) * need.page_size
-        return min(whole, default_workspace_tokens(c.max_seq_len, c.max_requests, need.page_size))
+        return workspace_rows(need, self.max_workspace_tokens)
 
     def route(self, need: Need, query_len: int = CUDNN_FROM) -> str | None:
         """Return how requests of up to `query_len` new tokens are expanded: "triton", "cudnn" or "padded".
@@ -135,11 +124,9 @@ class TritonTier(Tier):
         Slots are trusted, as the batch's builder has checked them; `cache.write` is the plain way that looks at them.
         Raises ValueError or TypeError for shapes, dtypes or devices that do not fit.
         """
-        from tiers.tier2_triton.ops import write
-
         refuse_gradients("triton", kv_c, k_pe)
         _check_rows(cache, kv_c, k_pe, slot_mapping)
-        write(cache.data, kv_c[: slot_mapping.shape[0]], k_pe[: slot_mapping.shape[0]], slot_mapping)
+        ops.write(cache.data, kv_c[: slot_mapping.shape[0]], k_pe[: slot_mapping.shape[0]], slot_mapping)
 
     def fused_input(
         self, q: Query, kv_c: Tensor, k_pe: Tensor, side: InputSide, cache: PagedLatentCache, batch: AttentionBatch
@@ -148,13 +135,11 @@ class TritonTier(Tier):
 
         Returns q with pe rotated; the rows are in the cache then. See `MLALayer`.
         """
-        from tiers.tier2_triton.ops import fused_input
-
         refuse_gradients("triton", kv_c, k_pe, q.pe)
         _check_rows(cache, kv_c, k_pe, batch.slot_mapping)
         where = (batch.slot_mapping, batch.positions, side.kv_norm, side.turns)
         numbers = (side.eps, side.multiplier, side.amplitude, side.interleaved)
-        return Query(q.nope, fused_input(cache.data, kv_c, k_pe, q.pe, *where, *numbers))
+        return Query(q.nope, ops.fused_input(cache.data, kv_c, k_pe, q.pe, *where, *numbers))
 
     def prepare(self, up: UpProjection, need: Need) -> Prepared:
         """Put heads first for the absorbed form, W_UK (N, P, L) and W_UV (N, L, V); flatten for the expanded one."""
@@ -186,19 +171,20 @@ class TritonTier(Tier):
         self, need: Need, batch: AttentionBatch, old: list[Round] | None
     ) -> tuple[Steps, Any, dict[str, object]]:
         """The work of a step, the scratch it takes, and a report of both."""
-        route, least = self.route(need), 1 if self.form in ROUTES else expand_from(need)
-        expanded = [b for b, n in enumerate(batch.query_lens_host) if route is not None and n >= least]
+        least = 1 if self.form in ROUTES else expand_from(need)
+        expands = self.route(need) is not None
+        expanded = [b for b, n in enumerate(batch.query_lens_host) if expands and n >= least]
         absorbed = [b for b in range(batch.num_requests) if b not in set(expanded)]
         inner = replace(need, batch_invariant=True) if self.form == "invariant" else need
         steps = Steps(plan_absorbed(inner, batch, absorbed, old))
         sizes = absorbed_sizes(inner, steps.rounds)
+        route = self.route(need, max((batch.query_lens_host[b] for b in expanded), default=CUDNN_FROM))
         if route is not None:
-            longest = max((batch.query_lens_host[b] for b in expanded), default=CUDNN_FROM)
-            route = self.route(need, longest)
-            steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route or "triton")
+            steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
             sizes |= steps.expanded.sizes
-            for way in {self.route(need), self.route(need, 1)} if need.capacity is not None else ():
-                found = expanded_sizes(need, self.cap(need), way or "triton")
+        if need.capacity is not None:  # of every route that a later batch may take, whatever this one does
+            for way in {self.route(need, n) for n in (1, CUDNN_FROM)} - {None}:
+                found = expanded_sizes(need, self.cap(need), str(way))
                 sizes |= {k: v for k, v in found.items() if k not in sizes or prod(v[0]) > prod(sizes[k][0])}
         chosen, forms = set(expanded), ("mqa", "mha")
         report: dict[str, Any] = {"forms": [forms[b in chosen] for b in range(batch.num_requests)]}
@@ -225,7 +211,7 @@ class TritonTier(Tier):
         deliver_rounds(steps.rounds, q, cache, prepared.data, plan, whole)
         if chunks:
             with torch.cuda.device_of(cache.data):
-                dense_q = Query(dense(q.nope), dense(q.pe))
+                dense_q = Query(ops.dense(q.nope), ops.dense(q.pe))
                 attend_expanded(steps.expanded, dense_q, cache, prepared.data, plan, whole.out, whole.lse)
         return deliver(whole, plan, out)
 

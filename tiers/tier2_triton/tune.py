@@ -20,7 +20,7 @@ from mla.conformance.specs import spec
 from mla.need import arch_of
 from mla.tier import Tier
 from mla.timing import lap_of, turns
-from tiers.tier2_triton.absorbed import parts_at_once
+from tiers.tier2_triton.absorbed import parts_at_once, programs
 from tiers.tier2_triton.launch import NAMES, TUNED, Tile, decode_tile, fits
 from tiers.tier2_triton.schedule import Piece, schedule
 
@@ -44,7 +44,7 @@ def decode_call(
     page, new = 64, lambda *shape: torch.randn(*shape, device=DEVICE, dtype=dtype)
     cache = new(B * S // page, page, L + R)
     table = torch.randperm(B * S // page, device=DEVICE).to(torch.int32).view(B, -1)
-    at_once = torch.cuda.get_device_properties(DEVICE).multi_processor_count * (2 if tile[0] == 16 else 1)
+    at_once = programs(Case(spec(f"{B}q1s{S}")).need(DEVICE), tile)
     work = schedule([Piece(b, b, 1, S, True) for b in range(B)], N, tile[:2], at_once)
     upload = lambda x: torch.as_tensor(x, device=DEVICE)
     items, merges = upload(work.items), upload(work.merges)

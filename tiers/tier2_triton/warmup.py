@@ -18,6 +18,7 @@ from mla.layer import InputSide
 from mla.need import Need
 from mla.projections import Query, UpProjection
 from tiers.tier2_triton.absorbed import dot_dtype
+from tiers.tier2_triton.expanded import CUDNN_FROM
 from tiers.tier2_triton.launch import Tile, decode_tiles, expand_from
 
 if TYPE_CHECKING:
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
 
 
 def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callable[[], object]]:
-    """Return the calls that compile: writes, both merges and every tile of the decode, whole attends of each form."""
+    """Return the calls that compile: writes, each tile of the decode with each merge, whole attends of each form."""
     plain = dataclasses.replace(need, capacity=None, graph_capture=False)
     found: list[Callable[[], object]] = [lambda: _write(tier, need, side)]
     for tile in decode_tiles(need.arch, dot_dtype(need), need.L, need.R):
         for at_once in (1, 4, 16):
             found.append(lambda tile=tile, at_once=at_once: _absorb_nothing(need, tile, at_once))  # type: ignore[misc]
-    from tiers.tier2_triton.tier import CUDNN_FROM
-
     lengths = [(1, 0)]
     if tier.route(need) is not None:
         for new in {expand_from(need) + 1, CUDNN_FROM}:  # fresh prompts, and some whose two parts are merged
