@@ -42,7 +42,8 @@ class Inputs:
 
     q.nope (T, N, P), q.pe (T, N, R) and up, W_UK (L, N, P) and W_UV (L, N, V), are strided views of the tensors that a
     model's projections would return; in a third of the cases q.pe, in another third W_UV is one of a tensor of its own,
-    with other strides. In a quarter of them the block table is just as wide as the longest request needs. `keys[b]` is
+    with other strides, and in two ninths q.nope or q.pe has NaN between its numbers, a stride of 2 along its last axis.
+    In a quarter of all cases the block table is just as wide as the longest request needs. `keys[b]` is
     kv_c (S, L), k_pe (S, R) of request b before they are cached; new_kv_c (T, L), new_k_pe (T, R) are the rows that
     this step writes at batch.slot_mapping. `history[b]` holds the positions of request b written before. Rows that see
     no key have NaN queries, padding has NaN rows.
@@ -237,6 +238,10 @@ def _place(case: Case, q: Tensor, keys: list[Tensor], up: Tensor, random: np.ran
         query = query._replace(pe=_apart(query.pe))
     elif case.random_seed % 3 == 1:
         weights = weights._replace(W_UV=_apart(weights.W_UV))
+    elif case.random_seed // 3 % 3 == 0:
+        query = query._replace(nope=_every_second(query.nope))
+    elif case.random_seed // 3 % 3 == 1:
+        query = query._replace(pe=_every_second(query.pe))
     return Inputs(query, weights, tuple(split(r) for r in rounded), *split(new), batch, tuple(history), num_pages)
 
 
@@ -245,6 +250,12 @@ def _apart(x: Tensor) -> Tensor:
     A, N, C = x.shape
     whole = x.new_full((N, A, C + SPARE_COLUMNS), float("nan"))
     return whole[..., :C].transpose(0, 1).copy_(x)
+
+
+def _every_second(x: Tensor) -> Tensor:
+    """Return x (A, N, C) as every second column of a tensor of its own, with NaN between them."""
+    whole = x.new_full((*x.shape[:2], 2 * x.shape[2]), float("nan"))
+    return whole[..., ::2].copy_(x)
 
 
 def _tables(slots: str, pages: list[int], random: np.random.Generator) -> tuple[list[list[int]], int]:

@@ -24,7 +24,7 @@ from mla.state import AttentionState
 from mla.tier import Plan
 from tiers.tier2_triton import ops
 from tiers.tier2_triton.expanded import Sizes
-from tiers.tier2_triton.launch import Tile, decode_tile, device
+from tiers.tier2_triton.launch import Tile, decode_tile, processors
 from tiers.tier2_triton.schedule import FIELDS, INVARIANT_SPLIT, Piece, Work, most_tiles, schedule
 
 ROUND_BYTES = 1 << 28  # of latent queries, and of partial states
@@ -63,7 +63,7 @@ def dot_dtype(need: Need) -> torch.dtype:
 
 def programs(need: Need, tile: Tile) -> int:
     """Return how many programs run at once: two a processor with 16 rows, one with more."""
-    return device(need.device, need.arch).processors * (2 if tile[0] == 16 else 1)
+    return processors(need.device) * (2 if tile[0] == 16 else 1)
 
 
 def prepare_absorbed(up: UpProjection, need: Need) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ Axes: L KV rank, R rope, M rows of a tile. A tile is (rows, keys, warps, stages)
 """
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,20 +33,10 @@ FLOATS: dict[str, Tile] = {
 }
 
 
-@dataclass(frozen=True)
-class Device:
-    """What a plan wants to know of a GPU: its architecture, and how many programs run at once with a tile."""
-
-    arch: str
-    processors: int
-
-
 @cache
-def device(name: str, arch: str) -> Device:
-    """Return the facts of the device "cuda:0", or of the interpreter's stand-in for "cpu"."""
-    if name == "cpu":
-        return Device("cpu", 2)
-    return Device(arch, torch.cuda.get_device_properties(torch.device(name)).multi_processor_count)
+def processors(device: str) -> int:
+    """Return the multiprocessors of the device "cuda:0"; the interpreter's stand-in for "cpu" has two."""
+    return 2 if device == "cpu" else torch.cuda.get_device_properties(torch.device(device)).multi_processor_count
 
 
 def shared_bytes(arch: str, tile: Tile, itemsize: int, L: int, R: int) -> int:

@@ -69,6 +69,11 @@ def as_if_contiguous(x: Tensor) -> Tensor:
     return torch.as_strided(x, x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
 
 
+def as_if_dense(x: Tensor) -> Tensor:
+    """Read the memory of x (A, B, C) as if the numbers of its last axis lay side by side."""
+    return torch.as_strided(x, x.shape, (*x.stride()[:2], 1))
+
+
 def in_one_cut(up: UpProjection) -> UpProjection:
     """Split kv_b_proj as all heads' P rows and then all V rows, not per head: W_UK (L, N, P), W_UV (L, N, V)."""
     (L, N, P), V = up.W_UK.shape, up.W_UV.shape[2]
@@ -173,6 +178,14 @@ WRAPPERS = [
     around(
         "head_query_nope_strides", "head", "F5", "q_nope is read as if it were contiguous.",
         query=lambda q, batch: Query(as_if_contiguous(q.nope), q.pe),
+    ),
+    around(
+        "head_query_nope_last_axis", "head", "F5", "The numbers of q_nope's last axis are taken to lie side by side.",
+        query=lambda q, batch: Query(as_if_dense(q.nope), q.pe),
+    ),
+    around(
+        "head_query_pe_last_axis", "head", "F5", "The numbers of q_pe's last axis are taken to lie side by side.",
+        query=lambda q, batch: Query(q.nope, as_if_dense(q.pe)),
     ),
     around(
         "head_order_reversed", "head", "I1", "Heads come back in reverse order, their LSE too.",
