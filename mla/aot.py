@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,10 @@ from mla.errors import bad
 SHARED_LIMIT = {
     "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
+TYPES = (
+    "i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64", "fp8e4nv",
+    "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16",
+)  # fmt: skip
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 EXAMPLE = 'aot = [mla.aot.Compile(kernel, {"x": "*bf16", "out": "*fp32", "n": "i32"}, {"BLOCK": 128}, num_warps=4)]'
 EXTRA = 'run pip install "mla-tiers[triton]"'
@@ -150,6 +155,8 @@ def compile_one(entry: Compile, target: str) -> Compiled:
     shared = int(compiled.metadata.shared)
     fits = limit is None or shared <= limit
     detail = "" if fits else f"takes {shared:,} bytes of shared memory; {target} gives a program {limit:,}."
+    if limit is None:
+        detail = f"what {target} gives a program is not known here, so whether it fits was not checked."
     status, seconds = "ok" if fits else "too_large", time.perf_counter() - start
     return Compiled(name, target, status, registers, spilled, shared, limit, seconds, detail)
 
@@ -189,6 +196,11 @@ def _check(where: str, entry: Any) -> None:
     for name, kind in entry.signature.items():
         if not isinstance(kind, str) or not re.fullmatch(r"\*?[a-z]\w*(:16)?|tensordesc<.*>", kind):
             fix = "write a type such as '*bf16', 'i32' or 'i32:16'; values go to constexprs"
+            raise bad(f"{where}.signature[{name!r}]", expected="a Triton type", got=repr(kind), fix=fix)
+        plain = kind.removeprefix("*").removesuffix(":16")
+        if not plain.startswith("tensordesc<") and plain not in TYPES:
+            near = get_close_matches(plain, TYPES, 1)
+            fix = f"did you mean {near[0]!r}" if near else f"one of {', '.join(TYPES)}"
             raise bad(f"{where}.signature[{name!r}]", expected="a Triton type", got=repr(kind), fix=fix)
     for target in entry.targets:
         _target(target)
@@ -250,11 +262,20 @@ def _compiler() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         try:
+            _refuse_interpreter()
             yield
         finally:
             for name in names:
                 os.environ.pop(name, None)
             os.environ |= {name: value for name, value in before.items() if value is not None}
+
+
+def _refuse_interpreter() -> None:
+    import triton.language
+
+    if "Interpreted" in type(triton.language.sum).__name__:  # triton itself was imported as something to interpret
+        fix = "start this command without TRITON_INTERPRET, which triton reads once, when it is imported"
+        raise bad("TRITON_INTERPRET", expected="unset, to compile", got="1", fix=fix)
 
 
 def _module_from(path: Path) -> ModuleType:

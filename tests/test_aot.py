@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -253,3 +255,22 @@ def test_what_is_no_kernel_is_refused():
 
 def test_every_default_target_has_a_known_limit():
     assert set(TARGETS) <= set(SHARED_LIMIT)
+
+
+@needs_triton
+def test_a_target_without_a_known_limit_says_that_the_fit_was_not_checked(file):
+    (found,) = compile_file(file(f"aot = [{ADD}]"), ["sm_89"])
+    assert (found.status, found.shared_limit) == ("ok", None)
+    assert found.detail == "what sm_89 gives a program is not known here, so whether it fits was not checked."
+
+
+@needs_triton
+def test_the_interpreter_and_unknown_types_are_sentences(file):
+    with pytest.raises(ValueError, match=r"expected a Triton type, got '\*bf17'. Fix: did you mean 'bf16'"):
+        module._check("aot[0]", Compile(plain_kernel("x"), {"x": "*bf17"}))
+    path = str(file(f"aot = [{ADD}]"))
+    code = f"import triton.language; from mla.aot import compile_file; compile_file({path!r}, ['sm_90'])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert "TRITON_INTERPRET: expected unset, to compile, got 1. Fix: start this command without" in run.stderr

@@ -20,6 +20,7 @@ import mla.commands.output
 from mla import conformance
 from mla.cli import app
 from mla.commands.check_record import compare_records
+from mla.commands.environment import invocation, triton_version
 from mla.commands.output import Finding, Grid, progress, show
 from mla.commands.report import compare_blocks, ratio
 from mla.conformance import Case, spec, zoo
@@ -123,9 +124,34 @@ def test_compare_states_budget_use_place_and_cache_bytes(replayed):
         assert tier["decode_ms_per_step"] == pytest.approx(1000 * tier["decode_seconds"] / tier["decode_steps"])
 
 
+def test_invocation_is_the_command_line_without_where_it_writes():
+    words = [
+        "/venv/bin/mla",
+        "bench",
+        "paged",
+        "--json",
+        "out.json",
+        "--batch",
+        "4q1 s4k",
+        "--junit=x.xml",
+        "--heads",
+        "2",
+    ]
+    assert invocation(words) == "mla bench paged --batch '4q1 s4k' --heads 2"
+    assert invocation(["/x/mla/__main__.py", "info"]) == "mla info"
+    assert invocation(["/x/pytest", "-q"]) is None
+
+
+def test_the_environment_says_what_interprets(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert (triton_version() or "9.9, interpreted").endswith(", interpreted")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "interpreted" not in (triton_version() or "")
+
+
 def test_compare_record_holds_environment_and_every_setting_with_its_source(replayed):
     record = replayed[1]
-    wanted = {"mla", "commit", "python", "torch", "numpy", "platform", "cpu", "cpus", "threads", "device"}
+    wanted = {"mla", "commit", "python", "torch", "triton", "numpy", "platform", "cpu", "cpus", "threads", "device"}
     assert set(record["environment"]) == wanted
     assert set(record["settings"]) == set(RunSettings.model_fields)
     assert record["settings"]["page_size"] == {"value": 8, "source": "flag"}
@@ -216,7 +242,7 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["compare", "--tier", "pagedd"], "tier: expected one of naive, paged, triton, template"),
+        (["compare", "--tier", "pagedd"], "tier: expected one of naive, paged, triton, flashinfer, flashmla, aiter, template"),
         (["compare", "--tier", "pagedd"], "did you mean 'paged'"),
         (["compare", "--tier", "mine.py"], "tier: expected the path of a Python file, got mine.py"),
         (["compare", "--tier", "paged:abs"], "form: expected 'auto', 'mha' or 'mqa', got 'abs'"),
@@ -323,8 +349,9 @@ def test_tiers_says_yes_and_who_auto_takes(tmp_path, monkeypatch):
     monkeypatch.setattr("mla.need.version", lambda name: "3.7.1")
     code, record, out = record_of(tmp_path, "tiers")
     assert code == 0
-    assert [(tier["name"], tier["status"]) for tier in record["tiers"]][:4] == [
-        *(("naive", "yes"), ("paged", "yes"), ("triton", "no"), ("template", "yes")),
+    assert [(tier["name"], tier["status"]) for tier in record["tiers"]][:7] == [
+        *(("naive", "yes"), ("paged", "yes"), ("triton", "no"), ("flashinfer", "no"), ("flashmla", "no")),
+        *(("aiter", "no"), ("template", "yes")),
     ]
     (reason,) = record["tiers"][2]["reasons"]
     assert reason.startswith("device 'cpu' is not served by triton")
@@ -384,7 +411,7 @@ def test_check_accepts_the_paged_tier(few_cases, tmp_path):
     assert re.search(r"^randn +1 +1 +0 +0 +0\.\d{3} +0\.\d{3}$", out, re.MULTILINE)
     assert few_cases[0].id not in out
     assert few_cases[0].id in mla_run("check", "--all")[1]
-    assert {"torch", "cpu", "device", "commit"} <= set(record["environment"])
+    assert {"torch", "triton", "cpu", "device", "commit"} <= set(record["environment"])
     for result in record["results"]:
         assert (result["seed"], result["diagnosis"], result["kind"]) == (0, None, "")
 
@@ -447,6 +474,8 @@ def test_check_runs_named_cases_other_seeds_and_no_lse(tmp_path):
     code, record, _ = record_of(tmp_path, "check", "--case", id, "--seed", "3", "--no-lse")
     assert (code, [r["case"] for r in record["results"]]) == (0, [id.replace("-s0", "-s3-nolse")])
     assert [r["seed"] for r in record["results"]] == [3]
+    code, record, _ = record_of(tmp_path, "check", "--case", id, "--pin", "dtype=f16")
+    assert (code, [c["case"].split("-")[2:4] for c in record["results"]]) == (0, [["f16", "rows_f16"]])
     code, record, _ = record_of(tmp_path, "check", "template", "--case", f"{id}@latent")
     assert (code, record["results"][0]["name"], record["verdict"]) == (2, f"{id}@latent", "refused")
 

@@ -23,6 +23,9 @@ _OURS: dict[str, tuple[str, str]] = {
     "naive": ("tiers.tier0_naive", "NaiveTier"),
     "paged": ("tiers.tier1_paged", "PagedTier"),
     "triton": ("tiers.tier2_triton.tier", "TritonTier"),
+    "flashinfer": ("tiers.tier2_flashinfer.tier", "FlashInferTier"),
+    "flashmla": ("tiers.tier2_flashmla", "FlashMLATier"),
+    "aiter": ("tiers.tier2_aiter.tier", "AiterTier"),
     "template": ("tiers.template", "tier"),
 }
 _AUTO = ("triton", "paged", "naive")

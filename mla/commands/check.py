@@ -139,7 +139,8 @@ def jobs_of(asked: Asked, has_kernel: bool) -> list[tuple[str, list[Case]]]:
         id, _, own = name.partition("@")
         if own not in ("", *LEVELS[:2]):
             raise bad("--case", expected="ID, ID@attend or ID@latent", got=repr(name), fix="copy one from a report")
-        jobs += [(each, [change(conformance.find(id))]) for each in ((own,) if own else levels)]
+        cases = pinned([change(conformance.find(id))], parse_pins(asked.pins))
+        jobs += [(each, cases) for each in ((own,) if own else levels)]
     return jobs
 
 

@@ -2,10 +2,15 @@
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+OUTPUTS = ("--json", "--junit", "--html")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -19,6 +24,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "commit": _commit(Path(__file__).parents[2]),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": triton_version(),
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -26,6 +32,28 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if cuda else device,
     }
+
+
+def triton_version() -> str | None:
+    """Return the version of triton, and that it interprets where TRITON_INTERPRET says so; None where there is none."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return None
+    return f"{found}, interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else found
+
+
+def invocation(argv: Sequence[str] | None = None) -> str | None:
+    """Return the command line of this process without where it writes, None where it is not that of a command."""
+    program, *words = sys.argv if argv is None else argv
+    if Path(program).stem not in ("mla", "__main__"):
+        return None
+    kept, skip = [], False
+    for word in words:
+        if not skip and word.partition("=")[0] not in OUTPUTS:
+            kept.append(word)
+        skip = not skip and word in OUTPUTS
+    return shlex.join(["mla", *kept])
 
 
 def own_version() -> str:

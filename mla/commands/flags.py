@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from mla.commands.environment import environment
+from mla.commands.environment import environment, invocation
 from mla.commands.output import Block, check_target, sentences, show, write
 from mla.settings import RunSettings, Source, load_settings
 
@@ -50,7 +50,8 @@ def command(app: typer.Typer, names: Sequence[str], **defaults: Any) -> Callable
                 ready = _load(config, {name: given.pop(name) for name in names}, title, defaults, json)
                 take_threads(ready.settings.threads)
                 outcome = function(ready, **given)
-                head = {"command": title, "exit": outcome.exit, "environment": environment(ready.settings.device)}
+                head = {"command": title, "invocation": invocation(), "exit": outcome.exit}
+                head["environment"] = environment(ready.settings.device)
                 record = {**head, "settings": _settings_record(ready), **outcome.record}
                 write(record, json)
                 show(outcome.blocks(record), stderr=json == "-")

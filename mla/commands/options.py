@@ -78,7 +78,10 @@ PIN = typer.Option(
 )
 
 AOT_FILE = typer.Argument(metavar="FILE", help="A Python file that says in `aot` what to compile.")
-TARGET = typer.Option(metavar="TARGET", help="Compile for this target only. May be repeated. [all]")
+TARGET = typer.Option(
+    metavar="TARGET",
+    help="Compile for this target only. May be repeated. [sm_80, sm_90, sm_100, gfx942 and gfx950]",
+)
 
 ASK = typer.Option(metavar="NAME=VALUE", help="Ask for more: a field of Need, such as window=4096. May be repeated.")
 GPU = typer.Option(metavar="GPU", help="A known GPU, or NAME:TFLOPS:GBPS for ceilings of your own. May be repeated.")

@@ -192,7 +192,7 @@ class Call:
             "page_size": lambda: page,
             "max_seq_len": lambda: max(self.seq_lens),
             "max_query_len": lambda: max(self.query_lens),
-            "out": lambda: shaped(torch.full_like(self.q_latent, float("nan"))),
+            "out": lambda: shaped(self.q_latent.new_full(self.q_latent.shape, float("nan"))),
             "lse": lambda: self.q_latent.new_full((len(self.q_latent), N), float("nan"), dtype=torch.float32),
         }
         return made[role]()

@@ -241,9 +241,9 @@ def decode_reference(
 
 
 def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Problem:
-    """A verification over odd sizes with poison ("toy"), or 64 requests of one token over 16384 keys ("real")."""
+    """A verification over odd sizes with poison ("toy"), or a full H200 of requests ("real")."""
     toy = size == "toy"
-    B, q, S, N, L, R, page = (3, 2, 41, 5, 48, 8, 16) if toy else (64, 1, 16384, 16, 512, 64, 64)
+    B, q, S, N, L, R, page = (3, 2, 41, 5, 48, 8, 16) if toy else (264, 1, 4096, 16, 512, 64, 64)
     tile = (16, 16, 4, 2) if toy else (16, 32, 4, 3)
     random = torch.Generator(device).manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=random, device=device).to(dtype)
