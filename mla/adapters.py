@@ -6,6 +6,7 @@ Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -116,7 +117,11 @@ class ComposedTier(Tier):
 
     def why_not(self, need: Need) -> list[str]:
         """Return both halves' sentences, each asked with its own Need, behind the half's name."""
-        return [f"{half}: {s}" for half, tier in self._halves() for s in tier.why_not(self._need(need, half))]
+        reasons = [f"{half}: {s}" for half, tier in self._halves() for s in tier.why_not(self._need(need, half))]
+        if need.graph_capture:
+            found = "graph_capture = True is not possible in two tiers at once, whose shares of a batch change in size"
+            reasons.append(f"{found}; use one tier for both.")
+        return reasons
 
     def new_cache(self, spec: CacheSpec) -> PagedLatentCache:
         """Allocate the decode half's cache; data is (pages, page_size, storage_width)."""
@@ -133,8 +138,18 @@ class ComposedTier(Tier):
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Split the requests by query length and plan each half."""
-        old = into.steps if into is not None else None
+        old, before = (into.steps, into.batch) if into is not None else (None, None)
         result = plan(self, need, batch, into)
+        try:
+            self._plan_halves(need, batch, result, old)
+        except Exception:
+            if into is not None and before is not None:
+                into.batch = before
+                self._plan_halves(need, before, into, old)  # one of them may have been refilled already
+            raise
+        return result
+
+    def _plan_halves(self, need: Need, batch: AttentionBatch, result: Plan, old: Any) -> None:
         short = [b for b, q in enumerate(batch.query_lens_host) if q <= self.decode_query_len]
         long = [b for b, q in enumerate(batch.query_lens_host) if q > self.decode_query_len]
         steps = {}
@@ -144,7 +159,6 @@ class ComposedTier(Tier):
         result.steps = steps
         result.report = {half: p.report for half, (p, _) in steps.items()}
         result.parts = tuple(p for p, _ in steps.values())
-        return result
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None

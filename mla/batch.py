@@ -34,8 +34,9 @@ class AttentionBatch:
     query_start_loc (B+1,), seq_lens (B,), block_table (B, max_pages), row_kv_lens (T,) are int32; slot_mapping (T,)
     and positions (T,) are int64; all on one device. `row_kv_lens[i]` is how many keys of its request row i sees, the
     only thing a kernel masks by; 0 marks an empty row (padding, a rank without keys). `slot_mapping[i] = -1` means
-    only: do not write row i. Rows past query_start_loc[-1] belong to no request. The class takes any
-    0 <= row_kv_lens <= seq_lens and trusts it; build with `AttentionBatch.bottom_right` or `.rows` to have it checked.
+    only: do not write row i. Rows past query_start_loc[-1] belong to no request. The class trusts
+    that bounds are what `mask` says, any 0 <= row_kv_lens <= seq_lens with "rows"; build with
+    `AttentionBatch.bottom_right` or `.rows` to have it checked.
     `num_pages` is the pool that pages and slots were checked against, None where they were not.
     """
 

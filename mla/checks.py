@@ -131,7 +131,7 @@ def page_table(
             wrong = int(own[(own < 0) | (own >= num_pages)][0])
             expected = f"page ids 0 .. {num_pages - 1}"
             raise bad(f"block_table[{i}]", expected=expected, got=str(wrong), fix="use pages of this pool")
-    return host.clamp(-INT32_MAX - 1, INT32_MAX).to(torch.int32)
+    return host.clamp(-INT32_MAX - 1, INT32_MAX).to(torch.int32).contiguous()  # kernels read it row by row
 
 
 def own_slots(owners: list[int], positions: list[int], complete: list[bool], table: Tensor, page_size: int) -> Tensor:

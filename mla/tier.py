@@ -150,6 +150,10 @@ def plan(tier: Tier, need: Need, batch: AttentionBatch, into: Plan | None = None
     Raises ValueError that names the field: another mask, page size or device, a broken promise of capacity, or a plan
     made for another Need or by another tier; `into` is unchanged then.
     """
+    for name, value, kind in (("need", need, Need), ("batch", batch, AttentionBatch), ("into", into, Plan)):
+        if not isinstance(value, kind) and not (name == "into" and value is None):
+            expected, fix = f"a {kind.__name__}", "plan(need, batch, into=None)"
+            raise bad(name, expected=expected, got=type(value).__name__, fix=fix, kind=TypeError)
     if into is None or into.need is not need:  # else it was accepted when that plan was made
         refuse(tier, need)
     check_equal("batch.mask", batch.mask, need.mask, "build batch and Need with one mask")
@@ -201,6 +205,23 @@ def _check_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dty
     check_equal(f"{name}.shape", tuple(x.shape), shape, "one row per token of the batch")
     check_equal(f"{name}.dtype", x.dtype, dtype, "match the dtype in Need", TypeError)
     check_equal(f"{name}.device", normal_device(x.device), need.device, "move it to the layer's device")
+
+
+def latent_state(q_latent: Tensor, q_pe: Tensor, plan: Plan, out: AttentionState | None) -> AttentionState:
+    """Return what an inner kernel writes to, out (T, N, L) and lse (T, N): `out`, with an LSE, or new tensors.
+
+    Raises ValueError or TypeError where q_latent is not (T, N, L), q_pe not (T, N, R), or `out` of another shape.
+    """
+    need, T = plan.need, plan.batch.num_tokens
+    _check_tensor("q_latent", q_latent, (T, need.N, need.L), q_latent.dtype, need)
+    _check_tensor("q_pe", q_pe, (T, need.N, need.R), q_latent.dtype, need)
+    lse = None if out is None else out.lse
+    if out is not None:
+        _check_tensor("out.out", out.out, (T, need.N, need.L), out.out.dtype, need)
+    if lse is not None:
+        _check_tensor("out.lse", lse, (T, need.N), torch.float32, need)
+    values = q_latent.new_empty(T, need.N, need.L) if out is None else out.out
+    return AttentionState(values, q_latent.new_empty(T, need.N, dtype=torch.float32) if lse is None else lse)
 
 
 def deliver(state: AttentionState, plan: Plan, out: AttentionState | None) -> AttentionState:

@@ -266,7 +266,7 @@ def test_a_result_of_a_composed_tier_survives_the_next_attend():
     case.check(kept)
 
 
-def test_a_half_that_fails_to_plan_leaves_no_stale_steps_behind():
+def test_a_half_that_fails_to_plan_leaves_the_plan_as_it_was():
     def fail(self, need, batch, into=None):
         if 13 in batch.query_lens_host:
             raise RuntimeError("no plan for 13")
@@ -276,11 +276,9 @@ def test_a_half_that_fails_to_plan_leaves_no_stale_steps_behind():
     tier, case = compose(tiers.get("naive"), failing), shared_case((1, 9), (5, 9))
     plan_ = tier.plan(case.need, case.batch)
     with pytest.raises(RuntimeError, match="no plan for 13"):
-        tier.plan(case.need, make_batch([1, 13], [5, 13], case.need), into=plan_)
-    # rather an error than the rows of the step before
-    later = make_case([1, 13], [5, 13])
-    with pytest.raises(TypeError):
-        tier.attend(later.q, later.cache, tier.prepare(later.up, later.need), plan_)
+        tier.plan(case.need, make_batch([1, 1, 13], [5, 5, 13], case.need), into=plan_)
+    assert plan_.batch is case.batch
+    case.check(tier.attend(case.q, case.cache, tier.prepare(case.up, case.need), plan_))
 
 
 @pytest.mark.parametrize(
@@ -295,3 +293,10 @@ def test_a_half_that_fails_to_plan_leaves_no_stale_steps_behind():
 def test_what_cannot_be_composed_is_named(arguments, kind, text):
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         compose(*arguments)
+
+
+def test_two_tiers_are_not_captured_at_once():
+    tier = compose(tiers.get("paged"), tiers.get("naive"))
+    assert (
+        "graph_capture = True is not possible in two tiers at once" in tier.why_not(make_need(graph_capture=True))[-1]
+    )

@@ -271,3 +271,11 @@ def test_batch_grammar_has_bounds(text):
     with pytest.raises(ValueError, match=r"^batch: expected at most (1048576 requests|2147483647 tokens), got "):
         parse_batch(text)
     assert parse_batch("q2147483647") == ([2**31 - 1], [2**31 - 1])
+
+
+def test_F1_a_block_table_of_other_strides_becomes_a_dense_one():
+    table = torch.tensor([[3, 1, 0], [2, 0, 0]]).t().contiguous().t()
+    batch = AttentionBatch.bottom_right([1, 1], [9, 3], table, page_size=4, num_pages=4)
+    assert table.stride() == (1, 2)
+    assert batch.block_table.is_contiguous()
+    assert batch.block_table.tolist() == [[3, 1, 0], [2, 0, 0]]

@@ -242,7 +242,10 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["compare", "--tier", "pagedd"], "tier: expected one of naive, paged, triton, flashinfer, flashmla, aiter, template"),
+        (
+            ["compare", "--tier", "pagedd"],
+            "tier: expected one of naive, paged, triton, flashinfer, flashmla, aiter, template",
+        ),
         (["compare", "--tier", "pagedd"], "did you mean 'paged'"),
         (["compare", "--tier", "mine.py"], "tier: expected the path of a Python file, got mine.py"),
         (["compare", "--tier", "paged:abs"], "form: expected 'auto', 'mha' or 'mqa', got 'abs'"),

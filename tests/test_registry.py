@@ -111,7 +111,8 @@ def test_two_names_give_a_composed_tier():
             "pagd",
             {},
             ValueError,
-            "tier: expected one of naive, paged, triton, flashinfer, flashmla, aiter, template, or a path, got 'pagd'. Fix: did you mean 'paged'",
+            "tier: expected one of naive, paged, triton, flashinfer, flashmla, aiter, template, or a path, "
+            "got 'pagd'. Fix: did you mean 'paged'",
         ),
         ("nave:mha", {}, ValueError, "tier: expected one of .*got 'nave:mha'. Fix: did you mean 'naive'"),
         ("Naive", {}, ValueError, "tier: .*did you mean 'naive'"),

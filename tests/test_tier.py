@@ -435,3 +435,12 @@ def test_another_tiers_plan_is_named(name):
     prepared, plan = mine.prepare(case.up, case.need), other.plan(case.need, case.batch)
     with pytest.raises(ValueError, match=r"^plan\.tier: expected .*paged.*, got naive:mha"):
         mine.attend(case.q, case.cache, prepared, plan)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_plan_names_what_is_no_need_batch_or_plan(at):
+    case = make_case([1], [5])
+    given = [case.need, case.batch, None]
+    given[at] = "x"
+    with pytest.raises(TypeError, match=f"{('need', 'batch', 'into')[at]}: expected a .*, got str"):
+        tiers.get("paged").plan(*given)

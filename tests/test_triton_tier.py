@@ -23,16 +23,19 @@ from small_case import Case, assert_rows, fill_cache, make_batch, make_need, mea
 import mla.need  # noqa: E402
 import tiers  # noqa: E402
 from mla.aot import SHARED_LIMIT  # noqa: E402
-from mla.cache import FloatRows, PagedLatentCache  # noqa: E402
+from mla.batch import AttentionBatch  # noqa: E402
+from mla.cache import CacheSpec, FloatRows, PagedLatentCache  # noqa: E402
 from mla.conformance import Case as Conformance  # noqa: E402
 from mla.conformance import run_case  # noqa: E402
 from mla.conformance.cases import roundings  # noqa: E402
 from mla.conformance.suites import suite  # noqa: E402
-from mla.layer import InputSide  # noqa: E402
+from mla.layer import InputSide, MLALayer  # noqa: E402
 from mla.need import Capacity, Need  # noqa: E402
+from mla.presets import preset  # noqa: E402
 from mla.projections import Query  # noqa: E402
 from mla.state import AttentionState  # noqa: E402
 from mla.tier import Plan, Tier  # noqa: E402
+from mla.weights import MLAWeights  # noqa: E402
 from tiers.tier2_triton import absorbed, launch  # noqa: E402
 from tiers.tier2_triton.schedule import Piece, schedule  # noqa: E402
 from tiers.tier2_triton.tier import FORMS  # noqa: E402
@@ -674,7 +677,7 @@ def plan_on(arch: str, query_lens: list[int], seq_lens: list[int], monkeypatch, 
     """A plan for a GPU that is not here, with all its lists on the CPU."""
     need = make_need(device="cpu", **{k: v for k, v in gpu(**fields).items() if k not in ("device", "arch")})
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(absorbed, "device", lambda name, known: launch.Device(arch, 132))
+    monkeypatch.setattr(absorbed, "processors", lambda device: 132)
     object.__setattr__(need, "arch", arch)
     tier = tiers.get("triton")
     return tier, tier.plan(need, make_batch(query_lens, seq_lens, need))
@@ -730,3 +733,87 @@ def test_R2_memory_of_a_prefill_does_not_grow_with_its_context(form):
         found.append(tier.plan(need, make_batch([96], [context], need)).nbytes)
     # partial states of the absorbed form are one for each tile and program, whatever the keys
     assert found[1] <= 1.5 * found[0]
+
+
+# Strides and shapes that a breaker found
+
+
+@pytest.mark.parametrize("form", ["auto", "mqa", "mha"])
+def test_F1_lists_of_a_batch_may_have_any_strides(form):
+    case = make_case([2, 70], [9, 75])
+    spread = torch.zeros(2 * case.batch.num_tokens, dtype=torch.int32, device=DEVICE)
+    spread[::2] = case.batch.row_kv_lens
+    table = case.batch.block_table.t().contiguous().t()
+    case.batch = dataclasses.replace(case.batch, row_kv_lens=spread[::2], block_table=table)
+    case.check(case.run("triton", form=form))
+
+
+def test_A11_norm_weights_of_any_stride():
+    config = preset("toy")
+    weights = MLAWeights.random(config, 0, dtype=torch.float32)
+    hidden = torch.randn(5, weights.W_DKV.shape[0], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    spread = torch.full((2 * weights.kv_norm.numel(),), float("nan"))
+    spread[::2] = weights.kv_norm
+    results = []
+    for norm in (weights.kv_norm, spread[::2]):
+        changed = dataclasses.replace(weights, kv_norm=norm)
+        layer = MLALayer(config, changed, tiers.get("triton"), page_size=4).to(DEVICE)
+        cache = layer.new_cache(4)
+        cache.data.zero_()
+        tables = {"page_size": 4, "num_pages": 4, "device": DEVICE}
+        results.append(layer(hidden, cache, AttentionBatch.bottom_right([3, 2], [3, 2], [[2], [1]], **tables)))
+    assert torch.equal(*results)
+
+
+def test_a_float16_query_may_have_an_output_that_float16_cannot_hold():
+    case = make_case([1], [5], dtype=torch.float16, out_dtype=torch.float32)
+    case.up.W_UV.fill_(100.0)
+    for key in case.keys:
+        for part in key:
+            part[:] = 200.0
+    case.cache = fill_cache(case.need, case.batch, case.keys)
+    state = case.run("triton")
+    case.check(state)
+    assert state.out.min() == 100 * 200 * case.need.L  # 640000, past 65504
+
+
+def test_slots_are_one_list():
+    need = make_need(device=DEVICE)
+    cache = PagedLatentCache.new(CacheSpec(2, 4, need.layout, DEVICE))
+    rows = torch.ones(6, need.L, device=DEVICE), torch.ones(6, need.R, device=DEVICE)
+    for slots in (torch.arange(6, device=DEVICE).reshape(1, 6), torch.tensor(0, device=DEVICE)):
+        with pytest.raises(ValueError, match=r"slot_mapping\.dim\(\)"):
+            tiers.get("triton").write(cache, *rows, slots)
+
+
+def test_the_inner_kernel_checks_its_tensors_and_fills_the_callers():
+    case, tier = make_case([3], [9], lse=False), tiers.get("triton:mqa")
+    plan, N, L = tier.plan(case.need, case.batch), case.need.N, case.need.L
+    q_latent = torch.randn(3, N, L, device=DEVICE)
+    out = AttentionState(torch.full((3, N, L), float("nan"), device=DEVICE), None)
+    assert tier.attend_latent(q_latent, case.q.pe, case.cache, None, plan, out) is out
+    assert not out.out.isnan().any()
+    with pytest.raises(ValueError, match=r"q_latent\.shape"):
+        tier.attend_latent(q_latent[:2], case.q.pe, case.cache, None, plan)
+    with pytest.raises(ValueError, match=r"out\.out\.shape"):
+        tier.attend_latent(q_latent, case.q.pe, case.cache, None, plan, AttentionState(out.out[:2], None))
+
+
+def test_what_another_tier_prepared_is_refused_by_name():
+    case = make_case([70], [75])
+    tier, other = tiers.get("triton"), tiers.get("triton:mqa")
+    plan = tier.plan(case.need, case.batch)
+    with pytest.raises(ValueError, match="prepared: expected what triton prepares"):
+        tier.attend(case.q, case.cache, other.prepare(case.up, case.need), plan)
+
+
+def test_attend_refuses_gradients():
+    case = make_case([1], [5])
+    case.q = Query(case.q.nope.clone().requires_grad_(), case.q.pe)
+    with pytest.raises(ValueError, match="requires_grad: expected no gradients through triton"):
+        case.run("triton")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter is wrong in bfloat16")
+def test_the_interpreter_refuses_bfloat16_outputs_too():
+    assert BF16 in tiers.get("triton").why_not(make_need(device=DEVICE, out_dtype=torch.bfloat16))

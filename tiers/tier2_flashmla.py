@@ -25,7 +25,7 @@ from mla.checks import check_equal
 from mla.need import Need, refuse_features, refuse_package
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
-from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
+from mla.tier import Plan, Prepared, Tier, check_attend, deliver, latent_state, plan, prepare, refuse_gradients
 
 PAGE, ROWS, ARCH, DTYPES = 64, (512, 64), "sm_90", (torch.bfloat16,)
 KEYWORDS = ("softmax_scale", "causal", "use_legacy")
@@ -134,9 +134,8 @@ class FlashMLATier(Tier):
     ) -> AttentionState:
         """Attend absorbed queries alone: q_latent (T, N, L) and q_pe (T, N, R) to out (T, N, L) and lse (T, N)."""
         need, (T, N, L) = plan.need, q_latent.shape
-        if out is None or out.lse is None:
-            out = AttentionState(q_latent.new_empty(T, N, L), q_latent.new_empty(T, N, dtype=torch.float32))
-        values, lses = out.parts()
+        state = latent_state(q_latent, q_pe, plan, out)
+        values, lses = state.parts()
         if sum(len(group.rows) for group in plan.steps) < T:  # rows that no call meets
             values.zero_()
             lses.fill_(float("-inf"))
@@ -151,7 +150,7 @@ class FlashMLATier(Tier):
             empty = lse == float("inf")
             values[group.rows] = found.reshape(-1, N, L).masked_fill(empty.unsqueeze(-1), 0)
             lses[group.rows] = lse.masked_fill(empty, float("-inf"))
-        return out
+        return state if out is None else out
 
     def latent(
         self, q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, batch: AttentionBatch, need: Need

@@ -50,7 +50,7 @@ def command(app: typer.Typer, names: Sequence[str], **defaults: Any) -> Callable
                 ready = _load(config, {name: given.pop(name) for name in names}, title, defaults, json)
                 take_threads(ready.settings.threads)
                 outcome = function(ready, **given)
-                head = {"command": title, "invocation": invocation(), "exit": outcome.exit}
+                head: dict[str, Any] = {"command": title, "invocation": invocation(), "exit": outcome.exit}
                 head["environment"] = environment(ready.settings.device)
                 record = {**head, "settings": _settings_record(ready), **outcome.record}
                 write(record, json)

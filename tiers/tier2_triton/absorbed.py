@@ -140,9 +140,10 @@ def attend_round(
     q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
     scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
     own = step.invariant or scale is not None or not nope.dtype == W_UK.dtype == W_UV.dtype == dtype
+    wide = scale is not None and need.out_dtype in (torch.float32, torch.float64)
     return ops.attend_absorbed(
         nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
-        part, part_lse, q_latent, latent, scale, need.softmax_scale, own, step.at_once, keys, warps, stages,
+        part, part_lse, q_latent, latent, scale, need.softmax_scale, own, wide, step.at_once, keys, warps, stages,
     )  # fmt: skip
 
 
@@ -232,7 +233,7 @@ def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -
     ends = [p.first + p.tokens for p in pieces]
     if [p.first for p in pieces[1:]] == ends[:-1]:
         rows: slice | Tensor = slice(first, first + tokens)
-        bounds = batch.row_kv_lens[rows]
+        bounds = batch.row_kv_lens[rows].contiguous()
     else:
         index = np.concatenate([np.arange(p.first, p.first + p.tokens) for p in pieces])
         rows = _to_device(torch.from_numpy(index), need)
@@ -241,7 +242,7 @@ def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -
     lists = _to_device(torch.from_numpy(_packed(work, n, len(work.merges))), need)
     at_once = 1 if need.batch_invariant else parts_at_once(work.parts)
     items, merges = lists[1 : n + 1], lists[n + 1 :]
-    table = batch.block_table
+    table = batch.block_table.contiguous()
     own = need.batch_invariant
     return Round(rows, tokens, tile, at_once, lists, items, merges, lists[0, :2], bounds, table, work.slots, own)
 

@@ -334,7 +334,7 @@ def attend_expanded(
         if steps.route == "triton":
             from tiers.tier2_triton.kernels.prefill import prefill
 
-            bounds = plan.batch.row_kv_lens
+            bounds = plan.batch.row_kv_lens.contiguous()
             prefill(*q, k_nope, k_pe, v, bounds, chunk.tiles, acc, out, lse, need.softmax_scale, steps.tile)
         else:
             _attend_calls(steps, chunk, q, k_nope, k_pe, v, plan, acc, out, lse)
@@ -357,7 +357,7 @@ def _expand(
     rows = plan.scratch("expanded_rows", (n, need.layout.storage_width), need.layout.storage_dtype)
     k_nope = plan.scratch("expanded_k_nope", (n, W_UK.shape[1]), dtype)
     v = plan.scratch("expanded_v", (n, W_UV.shape[1]), dtype)
-    gather_rows(cache.data, plan.batch.block_table, chunk.blocks, rows)
+    gather_rows(cache.data, plan.batch.block_table.contiguous(), chunk.blocks, rows)
     kv_c, k_pe = need.layout.read(rows)
     torch.mm(kv_c, W_UK, out=k_nope)
     torch.mm(kv_c, W_UV, out=v)

@@ -46,7 +46,16 @@ def fused_input(
     from tiers.tier2_triton.kernels import fused_input as story
 
     q_out = torch.empty(q_pe.shape, dtype=q_pe.dtype, device=q_pe.device)
-    rest = (dense(slot_mapping), dense(positions), kv_norm, turns, eps, multiplier, amplitude, interleaved)
+    rest = (
+        dense(slot_mapping),
+        dense(positions),
+        dense(kv_norm),
+        dense(turns),
+        eps,
+        multiplier,
+        amplitude,
+        interleaved,
+    )
     with torch.cuda.device_of(data):
         story.fused_input(data, q_out, dense(kv_c), dense(k_pe), dense(q_pe), *rest)
     return q_out
@@ -78,12 +87,15 @@ def attend_absorbed(
     row_scale: Tensor | None,
     softmax_scale: float,
     own_products: bool,
+    wide: bool,
     at_once: int,
     keys: int,
     warps: int,
     stages: int,
 ) -> tuple[Tensor, Tensor]:
     """Absorb, decode, combine and bring to W_UV's width: out (T, N, V) in q_nope's dtype and lse (T, N) float32.
+
+    `wide` returns out in float32, which a float16 query's can need; it goes with `own_products`.
 
     q_nope (T, N, P), q_pe (T, N, R), data (pages, page_size, L + R), block_table (B, max_pages) and row_kv_lens (T,)
     int32, items (n, 8), merges (tiles, 8) and counts (2,) int32 of `schedule`, W_UK (N, P, L), W_UV (N, L, V); scratch
@@ -96,7 +108,7 @@ def attend_absorbed(
     from tiers.tier2_triton.kernels.per_head import per_head
 
     T, N, V = q_nope.shape[0], q_nope.shape[1], W_UV.shape[2]
-    out = q_nope.new_empty(T, N, V)
+    out = q_nope.new_empty(T, N, V, dtype=torch.float32 if wide else q_nope.dtype)
     lse = q_nope.new_empty(T, N, dtype=torch.float32)
     if T == 0:
         return out, lse
@@ -121,4 +133,5 @@ def attend_absorbed(
 @attend_absorbed.register_fake
 def _(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     (T, N, _), W_UV = q_nope.shape, rest[8]
-    return q_nope.new_empty(T, N, W_UV.shape[2]), q_nope.new_empty(T, N, dtype=torch.float32)
+    out_dtype = torch.float32 if rest[16] else q_nope.dtype
+    return q_nope.new_empty(T, N, W_UV.shape[2], dtype=out_dtype), q_nope.new_empty(T, N, dtype=torch.float32)

@@ -27,7 +27,18 @@ from mla.layer import InputSide
 from mla.need import Need, refuse_features, refuse_package
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
-from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse, refuse_gradients
+from mla.tier import (
+    Plan,
+    Prepared,
+    Tier,
+    check_attend,
+    deliver,
+    latent_state,
+    plan,
+    prepare,
+    refuse,
+    refuse_gradients,
+)
 from tiers.tier2_triton import ops
 from tiers.tier2_triton.absorbed import (
     Round,
@@ -137,6 +148,10 @@ class TritonTier(Tier):
         """
         refuse_gradients("triton", kv_c, k_pe, q.pe)
         _check_rows(cache, kv_c, k_pe, batch.slot_mapping)
+        T, L, R = batch.num_tokens, cache.layout.L, cache.layout.R
+        check_equal("q.pe.shape", tuple(q.pe.shape), (T, q.nope.shape[1], R), "one row per token of the batch")
+        check_equal("kv_norm.shape", tuple(side.kv_norm.shape), (L,), "one weight per number of the latent")
+        check_equal("turns.shape", tuple(side.turns.shape), (R // 2,), "one frequency per pair")
         where = (batch.slot_mapping, batch.positions, side.kv_norm, side.turns)
         numbers = (side.eps, side.multiplier, side.amplitude, side.interleaved)
         return Query(q.nope, ops.fused_input(cache.data, kv_c, k_pe, q.pe, *where, *numbers))
@@ -200,7 +215,12 @@ class TritonTier(Tier):
         """
         check_attend(q, cache, prepared, plan, out)
         check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
+        refuse_gradients("triton", q.nope, q.pe)
         need, steps = plan.need, plan.steps
+        missing = {"W_UK"} | ({"expanded_W_UK"} if steps.expanded is not None else set()) - set(prepared.data)
+        if missing - set(prepared.data):
+            expected, got = f"what {self.name} prepares", f"{sorted(prepared.data)} of another tier"
+            raise bad("prepared", expected=expected, got=got, fix="prepare with the tier that attends")
         chunks = steps.expanded is not None and bool(steps.expanded.sizes)
         if len(steps.rounds) == 1 and not chunks:
             return deliver(AttentionState(*attend_round(steps.rounds[0], q, cache, prepared.data, plan)), plan, out)
@@ -231,12 +251,10 @@ class TritonTier(Tier):
         steps = plan.steps
         if steps.expanded is not None and steps.expanded.sizes:
             raise bad("plan", expected="all requests absorbed", got="expanded ones", fix="tiers.get('triton:mqa')")
-        if out is None or out.lse is None:
-            T, N, L = q_latent.shape
-            out = AttentionState(q_latent.new_empty(T, N, L), q_latent.new_empty(T, N, dtype=torch.float32))
+        state = latent_state(q_latent, q_pe, plan, out)
         with torch.cuda.device_of(cache.data):
-            attend_latent_rounds(steps.rounds, q_latent, q_pe, cache, plan, *out.parts())
-        return out
+            attend_latent_rounds(steps.rounds, q_latent, q_pe, cache, plan, *state.parts())
+        return state if out is None else out
 
     def latent(
         self, q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, batch: AttentionBatch, need: Need
@@ -294,13 +312,14 @@ def _why_not_dtypes(need: Need) -> list[str]:
         for what, dtype in (("dtype", need.dtype), ("a cache of", rows))
         if dtype not in DTYPES
     ]
-    if need.device == "cpu" and interpreted() and torch.bfloat16 in (need.dtype, rows):
+    if need.device == "cpu" and interpreted() and torch.bfloat16 in (need.dtype, need.out_dtype, rows):
         reasons.append("bfloat16 is silently wrong in Triton's interpreter; use float32 or float16 there, or a GPU.")
     return reasons
 
 
 def _check_rows(cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
     check_equal("slot_mapping.dtype", slots.dtype, torch.int64, "slot_mapping.long()", TypeError)
+    check_equal("slot_mapping.dim()", slots.dim(), 1, "flatten it to (T,)")
     for name, x, width in (("kv_c", kv_c, cache.layout.L), ("k_pe", k_pe, cache.layout.R)):
         if x.dim() != 2 or x.shape[0] < slots.shape[0] or x.shape[1] != width:
             expected, fix = f"(>= {slots.shape[0]}, {width})", "one row per slot, the layout's width"
