@@ -185,25 +185,31 @@ def test_flash_attention_refuses() -> None:
     q, k, v = packed([3], [6], 3, BF16)
     starts = (offsets([3]), offsets([6]), 3, 6)
     flash = fake_aiter().flash_attn_varlen_func
-    wrong: list[tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]] = [
-        (RuntimeError, (q.float(), k.float(), v.float(), *starts), {}),
-        (RuntimeError, (q, k.half(), v, *starts), {}),
-        (RuntimeError, (q.mT.contiguous().mT, k, v, *starts), {}),
-        (RuntimeError, (q[..., :20], k[..., :20], v, *starts), {}),
-        (RuntimeError, (q, k, v[..., :12], *starts), {}),
-        (RuntimeError, (q, k[:, :2], v[:, :2], *starts), {}),
-        (RuntimeError, (q, k, v[:5], *starts), {}),
-        (RuntimeError, (q, k, v, offsets([3]).long(), *starts[1:]), {}),
-        (RuntimeError, (q, k, v, offsets([1, 2]), *starts[1:]), {}),
-        (AiterAbort, (q, k, v, offsets([4]), *starts[1:]), {}),
-        (AiterAbort, (q, k, v, starts[0], offsets([7]), 3, 7), {}),
-        (RuntimeError, (q, k, v, *starts), {"out": torch.empty(3, 3, 24, dtype=BF16)}),
-        (NotImplementedError, (q, k, v, *starts), {"window_size": (4, 0, 0)}),
-        (NotImplementedError, (q, k, v, *starts), {"block_table": offsets([3])}),
+    wrong: list[tuple[type[BaseException], str, tuple[Any, ...], dict[str, Any]]] = [
+        (RuntimeError, "fp16 or bf16", (q.float(), k.float(), v.float(), *starts), {}),
+        (RuntimeError, "fp16 or bf16", (q, k.half(), v, *starts), {}),
+        (RuntimeError, "stride 1", (q.mT.contiguous().mT, k, v, *starts), {}),
+        (RuntimeError, "last axis", (q[None], k, v, *starts), {}),
+        (RuntimeError, "fit together", (q, k[..., :16], v, *starts), {}),
+        (RuntimeError, "fit together", (q, k, v[:5], *starts), {}),
+        (RuntimeError, "no multiple", (q, k[:, :2], v[:, :2], *starts), {}),
+        (RuntimeError, "head widths", (q[..., :20], k[..., :20], v, *starts), {}),
+        (RuntimeError, "head widths", (q, k, v[..., :12], *starts), {}),
+        (RuntimeError, "head widths", (*(x.repeat(1, 1, 11) for x in (q, k)), v, *starts), {}),
+        (RuntimeError, "int32", (q, k, v, offsets([3]).long(), *starts[1:]), {}),
+        (RuntimeError, "in length", (q, k, v, offsets([1, 2]), *starts[1:]), {}),
+        (AiterAbort, "cu_seqlens_q: ends", (q, k, v, offsets([4]), *starts[1:]), {}),
+        (AiterAbort, "cu_seqlens_k: ends", (q, k, v, starts[0], offsets([7]), 3, 7), {}),
+        (RuntimeError, "another form", (q, k, v, *starts), {"out": torch.empty(3, 3, 24, dtype=BF16)}),
+        (RuntimeError, "another form", (q, k, v, *starts), {"out": torch.empty(3, 3, 16)}),
     ]
-    for kind, arguments, keywords in wrong:
-        with pytest.raises(kind):
+    for kind, message, arguments, keywords in wrong:
+        with pytest.raises(kind, match=message):
             flash(*arguments, **keywords)
+    others = dict(window_size=(4, 0, 0), block_table=offsets([3]), dropout_p=0.1, logits_soft_cap=30.0)
+    for name, value in (others | {"return_attn_probs": True}).items():
+        with pytest.raises(NotImplementedError):
+            flash(q, k, v, *starts, **{name: value})
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -218,12 +224,19 @@ def test_absorbed_prefill_is_attention(heads: int) -> None:
     assert ((lse[:, 0, :, 0] - expected_lse).abs() <= step.allowed()[1] + U32 * expected_lse.abs()).all()
 
 
-@pytest.mark.parametrize(("heads", "q_format"), [(32, "bf16"), (16, "fp8")])
-def test_absorbed_prefill_refuses(heads: int, q_format: str) -> None:
-    step = Step(toy(), heads, [5], [12], q_format, q_format)
+def test_absorbed_prefill_refuses() -> None:
     names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
-    with pytest.raises(AiterAbort):
-        step.library.mla.mla_prefill_fwd(*(step.call[n] for n in names))
+    for heads, name, message in ((32, "bf16", "nheads"), (16, "fp8", "mandatory")):
+        step = Step(toy(), heads, [5], [12], name, name)
+        with pytest.raises(AiterAbort, match=message):
+            step.library.mla.mla_prefill_fwd(*(step.call[n] for n in names))
+    step = Step(toy(), 16, [5], [12])
+    with pytest.raises(AssertionError, match="logit_cap"):
+        step.library.mla.mla_prefill_fwd(*(step.call[n] for n in names), logit_cap=1.0)
+    with pytest.raises(AiterAbort, match="kv_indices: int32"):
+        step.library.mla.mla_prefill_fwd(
+            **{n: step.call[n].long() if n == "kv_indices" else step.call[n] for n in names}
+        )
 
 
 def fp8_prefill(cu: int, heads: int, qlens: list[int], lens: list[int], causal: bool = True) -> dict[str, Any]:
@@ -292,6 +305,10 @@ def test_fp8_prefill_writes_the_lse_of_split_tiles_only() -> None:
     wanted = reference(*(call[n].float() for n in "QKV"), [300, 40], [300, 40], 0.8 * 0.5 * 0.25, True)[1]
     done = ~final_lse.isnan()
     assert (final_lse[done] - wanted[done]).abs().max() < 2**-20
+    with pytest.raises(AiterAbort, match="partial row"):
+        library.mla_prefill_ps_asm_fwd(**first, splitData=data[:256], splitLse=lse)
+    with pytest.raises(AiterAbort, match="float32"):
+        library.mla_prefill_ps_asm_fwd(**first, splitData=data, splitLse=lse.double())
     _, partial = library.mla.mla_prefill_ps_fwd(**call)
     assert partial.shape == (rows, 2)
 
@@ -299,21 +316,35 @@ def test_fp8_prefill_writes_the_lse_of_split_tiles_only() -> None:
 def test_fp8_prefill_refuses() -> None:
     case = fp8_prefill(8, 2, [30, 40], [30, 40])
     call, run = case["call"], case["library"].mla.mla_prefill_ps_fwd
-    wrong = [
-        {"Q": call["Q"].to(BF16)},
-        {"V": call["V"][:, :1].contiguous()},
-        {"K": call["K"][..., :16].contiguous()},
-        {"output": torch.empty(70, 2, 16)},
-        {"q_scale": None},
-        {"v_scale": torch.ones(2)},
-        {"kv_page_indices": call["kv_page_indices"].long()},
-        {"kv_page_indices": call["kv_page_indices"] + 70},
-        {"kv_indptr": offsets([30, 41])},
-        {"work_indptr": torch.arange(9, dtype=torch.int32) * 100},
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("Q, K, V", {"Q": call["Q"].to(BF16)}),
+        ("Q, K, V", {"K": call["K"].mT.contiguous().mT}),
+        ("as many heads", {"V": call["V"][:, :1].contiguous()}),
+        ("as many heads", {"K": call["K"][:, :1].contiguous()}),
+        ("widths", {"K": call["K"][..., :16].contiguous()}),
+        ("widths", {"V": call["V"][..., :8].contiguous()}),
+        ("output must be bf16", {"output": torch.empty(70, 2, 16)}),
+        ("q_scale", {"q_scale": None}),
+        ("v_scale", {"v_scale": torch.ones(2)}),
+        ("k_scale", {"k_scale": torch.ones(1, dtype=torch.float64)}),
+        ("kv_page_indices: int32", {"kv_page_indices": call["kv_page_indices"].long()}),
+        ("memory fault", {"kv_page_indices": call["kv_page_indices"] + 70}),
+        ("memory fault", {"kv_page_indices": call["kv_page_indices"] - 70}),
+        ("kv_indptr: ends", {"kv_indptr": offsets([30, 41])}),
+        ("qo_indptr: ends", {"qo_indptr": offsets([30, 41])}),
+        ("work_indptr: ends", {"work_indptr": torch.arange(9, dtype=torch.int32) * 100}),
+        ("work item", {"kv_indptr": offsets([20, 40])}),
+        ("work item", {"qo_indptr": offsets([20, 40])}),
     ]
-    for change in wrong:
-        with pytest.raises(AiterAbort):
+    for message, change in wrong:
+        with pytest.raises(AiterAbort, match=message):
             run(**(call | change))
+    for name in ("reduce_indptr", "reduce_final_map", "reduce_partial_map"):
+        with pytest.raises(AssertionError):
+            run(**(call | {name: None}))
+    call["work_info_set"][0, 7] = 9 << 16
+    with pytest.raises(AiterAbort, match="work item"):
+        run(**call)
     old = fake_aiter("gfx942", 8, expanded=(24, 16)).mla.mla_prefill_ps_fwd
     with pytest.raises(AiterAbort, match="gfx942"):
         old(**call)
@@ -351,20 +382,101 @@ def test_split_decode_takes_any_heads_and_page_size() -> None:
         wanted = scores.softmax(-1) @ keys[:, :32]
         assert ((out[b].double() - wanted).abs() <= 2**-8 * wanted.abs() + 2**-25).all()
         assert near(lse[b], scores.logsumexp(-1), 2**-20)
-    wrong: list[tuple[type[BaseException], dict[str, Any]]] = [
-        (AssertionError, {"num_kv_splits": 5}),
-        (AiterAbort, {"k_buffer": cache}),
-        (AiterAbort, {"lse": torch.empty(3, heads, dtype=BF16)}),
-        (AiterAbort, {"attn_logits": torch.empty(3, heads, 4, 32)}),
-        (AiterAbort, {"req_to_token": table + 12}),
-        (AiterAbort, {"req_to_token": table.long()}),
-        (AiterAbort, {"req_to_token": table[:, :8]}),
-        (AiterAbort, {"o": torch.empty(3, heads, 40)}),
-        (NotImplementedError, {"logit_cap": 30.0}),
+    wrong: list[tuple[type[BaseException], str, dict[str, Any]]] = [
+        (AssertionError, "splits", {"num_kv_splits": 5}),
+        (AiterAbort, "flattened", {"k_buffer": cache}),
+        (AiterAbort, "flattened", {"v_buffer": cache}),
+        (AiterAbort, "cache width", {"k_buffer": flat[..., :32]}),
+        (AiterAbort, "cache width", {"k_buffer": flat.expand(-1, 2, -1)}),
+        (AiterAbort, "cache width", {"v_buffer": flat[..., :32].expand(-1, 2, -1)}),
+        (AiterAbort, "o .B", {"lse": torch.empty(heads, 3)}),
+        (AiterAbort, "o .B", {"o": torch.empty(3, heads, 40)}),
+        (AiterAbort, "float32", {"lse": torch.empty(3, heads, dtype=BF16)}),
+        (AiterAbort, "attn_logits: .B", {"attn_logits": torch.empty(3, heads, 4, 32)}),
+        (AiterAbort, "pages.* int32", {"req_to_token": table.long()}),
+        (AiterAbort, "pages.* int32", {"req_to_token": table[:2]}),
+        (AiterAbort, "b_seq_len", {"b_seq_len": call["b_seq_len"][:2]}),
+        (AiterAbort, "do not fit", {"req_to_token": table[:, :8]}),
+        (AiterAbort, "memory fault", {"req_to_token": table + 12}),
+        (AiterAbort, "memory fault", {"req_to_token": table - 12}),
+        (NotImplementedError, "logit_cap", {"logit_cap": 30.0}),
     ]
-    for kind, change in wrong:
-        with pytest.raises(kind):
+    for kind, message, change in wrong:
+        with pytest.raises(kind, match=message):
             decode(**(call | change))
+
+
+@pytest.mark.parametrize("name", ["mla_decode_fwd", "mla_prefill_fwd"])
+def test_mla_on_block_tables_refuses(name: str) -> None:
+    run = getattr(fake_aiter().ops.triton.attention.mla, name)
+    call = dict(
+        q=torch.zeros(2, 3, 40),
+        kv_buffer=torch.zeros(4, 16, 1, 40),
+        out=fresh((2, 3, 32)),
+        cu_seqlens_q=offsets([1, 1]),
+        seqused_k=torch.tensor([5, 17], dtype=torch.int32),
+        max_seqlen_kv=17,
+        block_tables=torch.tensor([[3, 0], [2, 1]], dtype=torch.int32),
+        softmax_scale=0.3,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        causal=True,
+        q_descale=None,
+        kv_descale=None,
+    )
+    assert (run(**call) == 0).all()
+    wrong: list[tuple[type[BaseException], str, dict[str, Any]]] = [
+        (AssertionError, "causal", {"causal": False}),
+        (AssertionError, "width", {"kv_lora_rank": 24}),
+        (AssertionError, "width", {"kv_buffer": torch.zeros(4, 16, 1, 48)}),
+        (AssertionError, "block size", {"kv_buffer": torch.zeros(8, 8, 1, 40)}),
+        (AiterAbort, "int32", {"block_tables": torch.tensor([[3, 0], [2, 1]])}),
+        (AiterAbort, "memory fault", {"block_tables": torch.tensor([[3, 0], [2, 4]], dtype=torch.int32)}),
+        (AiterAbort, "memory fault", {"block_tables": torch.tensor([[-1, 0], [2, 1]], dtype=torch.int32)}),
+        (AiterAbort, "do not fit", {"seqused_k": torch.tensor([5, 33]), "max_seqlen_kv": 33}),
+        (NotImplementedError, "scales", {"q_descale": torch.ones(1)}),
+        (NotImplementedError, "scales", {"shuffled_kv_cache": True}),
+    ]
+    if name == "mla_decode_fwd":
+        wrong += [
+            (AssertionError, "max_seqlen_kv", {"max_seqlen_kv": 16}),
+            (NotImplementedError, "scales", {"skip_reduce": True}),
+        ]
+    for kind, message, change in wrong:
+        with pytest.raises(kind, match=message):
+            run(**(call | change))
+
+
+def test_gluon_refuses() -> None:
+    gluon = toy("gfx950").ops.triton.gluon.mla_gluon.mla_gluon
+
+    def call(batch: int = 1, heads: int = 8, **changes: Any) -> Any:
+        q, pe = torch.zeros(batch, heads, 32).to(BF16), torch.zeros(batch, heads, 8).to(BF16)
+        table, lens = torch.zeros(batch, 5, dtype=torch.int32), torch.full((batch,), 5, dtype=torch.int32)
+        arguments = dict(q_nope=q, q_pe=pe, kv_c=torch.zeros(9, 40).to(BF16), o=q.clone(), page_table=table)
+        return gluon(**(arguments | dict(seq_info=lens, sm_scale=0.3, kv_pe_offset=32) | changes))
+
+    assert (call()[0] == 0).all()
+    assert (call(64, 64, min_kv_seq_len=194)[0] == 0).all()
+    wrong: list[tuple[type[BaseException], str, dict[str, Any]]] = [
+        (AssertionError, "bf16", {"q_nope": torch.zeros(1, 8, 32)}),
+        (AssertionError, "multiple of 64", {"heads": 64, "min_kv_seq_len": 10**6}),
+        (AssertionError, "too small", {"batch": 64, "heads": 64, "min_kv_seq_len": 193}),
+        (AssertionError, "112 heads", {"heads": 112}),
+        (AiterAbort, "kv_c", {"kv_c": torch.zeros(9, 1, 40).to(BF16)}),
+        (AiterAbort, "kv_c", {"kv_c": torch.zeros(9, 48).to(BF16)}),
+        (AiterAbort, "kv_pe_offset", {"kv_pe_offset": 512}),
+        (AiterAbort, "kv_pe_offset", {"o": torch.zeros(1, 8, 40).to(BF16)}),
+        (AiterAbort, "memory fault", {"page_table": torch.full((1, 5), 9, dtype=torch.int32)}),
+        (AiterAbort, "memory fault", {"page_table": torch.full((1, 5), -1, dtype=torch.int32)}),
+        (NotImplementedError, "scale", {"kv_scale": 2.0}),
+        (NotImplementedError, "sinks", {"attn_sink": torch.zeros(8)}),
+        (NotImplementedError, "one cache", {"k_pe": torch.zeros(9, 8)}),
+        (NotImplementedError, "one cache", {"has_pe": False}),
+    ]
+    for kind, message, changes in wrong:
+        with pytest.raises(kind, match=message):
+            call(**changes)
 
 
 @pytest.mark.parametrize("qlen", [1, 3])
@@ -401,7 +513,15 @@ def test_cache_write_skips_negative_slots() -> None:
     small = torch.zeros(3, 4, 40, dtype=library.dtypes.fp8)
     library.concat_and_cache_mla(kv_c, k_pe, small, slots, "fp8", torch.tensor([0.5]))
     assert torch.equal(small.view(12, 40)[9, :32], (kv_c[0].float() / 0.5).to(small.dtype))
-    for change in ({"slot_mapping": slots.int()}, {"slot_mapping": slots + 3}, {"kv_cache": small}):
-        call = dict(kv_c=kv_c, k_pe=k_pe, kv_cache=cache, slot_mapping=slots) | change
-        with pytest.raises(AiterAbort):
-            library.concat_and_cache_mla(**call, kv_cache_dtype="auto", scale=torch.ones(1))
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("int64", {"slot_mapping": slots.int()}),
+        ("memory fault", {"slot_mapping": slots + 3}),
+        ("kv_cache is", {"kv_cache": small}),
+        ("width", {"kv_cache": torch.zeros(3, 4, 41, dtype=BF16)}),
+        ("contiguous", {"kv_cache": cache.repeat(1, 1, 2)[..., :40]}),
+        ("wanted, got", {"kv_cache_dtype": "fp8"}),
+    ]
+    call = dict(kv_c=kv_c, k_pe=k_pe, kv_cache=cache, slot_mapping=slots, kv_cache_dtype="auto", scale=torch.ones(1))
+    for message, change in wrong:
+        with pytest.raises(AiterAbort, match=message):
+            library.concat_and_cache_mla(**(call | change))

@@ -250,7 +250,7 @@ def test_signatures_are_those_of_the_installed_library():
 
 def test_the_tool_finds_the_stand_in_the_same_as_itself_and_no_other(tool):
     sizes = tool.Sizes(heads=(3, 5), L=16, R=8, qk=12, V=8)
-    without = ("long request", "page 64", "many heads", "f16")
+    without = ("long request", "page 64", "many heads", "fp16")
     rows = tool.compare(tool.load_standin(), "cpu", sizes, without)
     assert len(rows) > 30
     assert all(row["ok"] and row.get("out", 0) == 0 for row in rows)
@@ -274,7 +274,7 @@ def test_the_tool_notices_a_library_that_differs(tool):
     module = ModuleType("different")
     module.mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrong)  # type: ignore[attr-defined]
     sizes = tool.Sizes(heads=(3,), L=16, R=8, qk=12, V=8)
-    without = ("long request", "many heads", "f16", "prefill", "append", "merge", "fa3", "graph", "decode", "no rope")
+    without = ("long request", "many heads", "fp16", "prefill", "append", "merge", "fa3", "graph", "decode", "no rope")
     rows = {row["name"]: row for row in tool.compare(module, "cpu", sizes, without)}
     assert not any(row["ok"] for name, row in rows.items() if "verify" not in name), rows
     assert rows["fa2 base 2 bf16"]["lse"] > 100
@@ -286,5 +286,5 @@ def test_the_tool_notices_a_library_that_differs(tool):
 
 @pytest.mark.skipif(not REAL, reason="needs a GPU with flashinfer; docs/tools/flashinfer_standin.py writes the record")
 def test_the_library_gives_what_the_stand_in_gives(tool):
-    rows = tool.compare(tool.load_library(), "cuda", tool.Sizes(heads=(16,)), ("prefill", "f16", "no rope"))
+    rows = tool.compare(tool.load_library(), "cuda", tool.Sizes(heads=(16,)), ("prefill", "fp16", "no rope"))
     assert [row for row in rows if not row["ok"]] == []

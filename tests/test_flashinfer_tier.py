@@ -5,7 +5,6 @@ Axes: T new tokens (packed over requests), B requests, N heads, L KV rank, P nop
 """
 
 import dataclasses
-import gc
 import inspect
 import math
 from importlib import metadata
@@ -19,13 +18,13 @@ import pytest
 import small_case
 import torch
 from small_case import Case, fill_cache, make_batch, make_need, mean_case
-from test_equivalence import field_cases
 
 from mla.batch import AttentionBatch
 from mla.cache import CacheSpec, FloatRows, PagedLatentCache
 from mla.conformance import SPECS, run_case
 from mla.conformance import Case as Conformance
 from mla.conformance.cases import DIMS
+from mla.conformance.specs import spec
 from mla.conformance.suites import suite
 from mla.need import Capacity, Need
 from mla.projections import Query, UpProjection
@@ -33,7 +32,7 @@ from mla.state import AttentionState, merge
 from mla.tier import Plan
 from tiers.tier2_flashinfer import library as found_in
 from tiers.tier2_flashinfer import tier as tier_module
-from tiers.tier2_flashinfer.tier import ELSEWHERE, FORMS, FlashInferTier
+from tiers.tier2_flashinfer.tier import ELSEWHERE, EXPAND_FROM, FORMS, FlashInferTier
 
 REAL = torch.cuda.is_available() and find_spec("flashinfer") is not None
 DEVICE, LIBRARY = ("cuda", None) if REAL else ("cpu", standin)
@@ -72,6 +71,8 @@ def forms(case: Case, **options: Any) -> dict[str, FlashInferTier]:
         f"mha in {tiny} rows": flashinfer("mha", max_workspace_tokens=tiny, **options),
         f"mha in {tiny} rows, their merge": flashinfer("mha", max_workspace_tokens=tiny, merge="flashinfer", **options),
     }
+    if REAL and case.batch.max_query_len >= EXPAND_FROM:
+        del found["fa2"]  # its prefill kernel takes minutes to build
     return {name: tier for name, tier in found.items() if not tier.why_not(case.need)}
 
 
@@ -83,9 +84,9 @@ def check_all(case: Case) -> None:
 
 
 def close(state: AttentionState, expected: list[float]) -> None:
-    """Every channel of row i is expected[i]: equal weights are exact, so the latent and the output round, once each."""
+    """Every channel of row i is expected[i]: equal weights are exact; partial, latent and output round, u each."""
     want = torch.tensor(expected, dtype=torch.float64)[:, None, None].expand_as(state.out)
-    assert ((state.out.double().cpu() - want).abs() <= 3 * torch.finfo(state.out.dtype).eps / 2 * want.abs()).all()
+    assert ((state.out.double().cpu() - want).abs() <= 4 * torch.finfo(state.out.dtype).eps / 2 * want.abs()).all()
 
 
 def variant(**changes: Any) -> ModuleType:
@@ -106,12 +107,9 @@ def with_mla(wrapper: type) -> ModuleType:
 
 
 def affordable() -> list[Conformance]:
-    """The smoke suite in 16 bits, and one case on every larger batch of the equivalence suite."""
-    smoke = [c for c in suite("smoke") if c.dtype != "f32"]
-    met = {c.batch.name for c in smoke}
-    return smoke + list(
-        {c.batch.name: c for c in field_cases() if c.dtype != "f32" and c.batch.name not in met}.values()
-    )
+    """One case of 16 bits for every batch of the smoke suite; `mla check` of the simulated tier has them all."""
+    cases = [c for c in suite("smoke") if c.dtype != "f32" and c.dims.N * c.dims.L < 10_000]
+    return list({(c.batch.name, c.dims.name[:3]): c for c in cases}.values())
 
 
 @pytest.mark.parametrize("case", affordable(), ids=lambda case: case.id)
@@ -124,12 +122,12 @@ def test_every_batch_is_within_the_budget_or_refused_in_a_sentence(case):
 
 
 RELEASED = [
-    Conformance(SPECS[name], DIMS[dims], dtype, family=family)
+    Conformance(spec(name), DIMS[dims], dtype, family=family)
     for name, dims, dtype, family in (
         ("small_decode", "v3_n3", "bf16", "needle"),
-        ("verify_4", "v3_n16", "f16", "peaked"),
+        ("1q3s18", "v3_n16", "f16", "peaked"),
         ("edge_mixed_16", "nope_n12", "bf16", "needle_end"),
-        ("query_17", "glm_n20", "f16", "randn"),
+        ("1q1s21", "glm_n20", "f16", "randn"),
     )
 ]
 
@@ -141,7 +139,7 @@ def test_sizes_of_released_models(case):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("lengths", [([70, 1, 3, 64], [90, 40, 3, 200]), ([5, 0, 100], [5, 7, 100])])
+@pytest.mark.parametrize("lengths", [([3, 70, 1, 64, 2], [9, 90, 40, 200, 2]), ([5, 0, 100], [5, 7, 100])])
 def test_mixed_batches_in_every_form(lengths, dtype):
     check_all(make_case(*lengths, dtype=dtype))
 
@@ -161,7 +159,13 @@ def test_a_query_longer_than_a_round_goes_through_in_several(monkeypatch):
     tier = flashinfer("mqa")
     assert tier.plan(case.need, case.batch).report["rounds"] == 6  # of 16, 16, 16, 2 + 3, 16 and 4 rows
     case.check(case.run(tier))
+
+
+def test_a_round_has_no_more_tiles_than_the_library_lists(monkeypatch):
+    case = make_case([1] * 7, [9] * 7)
     monkeypatch.setattr("tiers.tier2_flashinfer.absorbed.MOST_TILES", 2)
+    tier = flashinfer()
+    assert tier.plan(case.need, case.batch).report["rounds"] == 4  # a request has a tile of its own
     case.check(case.run(tier))
 
 
@@ -628,12 +632,12 @@ class Told(standin.BatchMLAPagedAttentionWrapper):
 
 @pytest.mark.skipif(REAL, reason="looks into the stand-in")
 def test_H4_the_page_list_holds_the_sum_of_the_pages_and_no_absurd_id():
-    case = make_case([1, 1, 1, 1], [33, 20, 1, 33], page_size=16)
+    case = make_case([1, 1, 1, 1], [33, 32, 1, 33], page_size=16)
     FlashInferTier(library=with_mla(Told)).plan(case.need, case.batch)
     assert Told.last["kv_indptr"].tolist() == [0, 3, 5, 6, 9]
     pages = [case.batch.block_table[b, :n] for b, n in enumerate((3, 2, 1, 3))]
     assert torch.equal(Told.last["kv_indices"], torch.cat(pages))
-    assert Told.last["kv_len_arr"].tolist() == [33, 20, 1, 33]
+    assert Told.last["kv_len_arr"].tolist() == [33, 32, 1, 33]
     assert Told.last["sm_scale"] == case.need.softmax_scale
 
 
@@ -657,7 +661,7 @@ def test_I1_I3_I5_any_number_of_heads_in_their_order(heads, dtype):
     check_all(make_case([1, 2], [9, 5], N=heads, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES[: 1 if REAL else 2], ids=str)  # a kernel each, to be built
 def test_I6_no_rope_is_plain_latent_attention(dtype):
     check_all(make_case([1, 3, 70], [9, 20, 80], R=0, dtype=dtype))
 
@@ -768,10 +772,10 @@ class Captured:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("heads", [3, 16])
+@pytest.mark.parametrize("heads", [3, 128])  # of 128 the library takes another grid where there are fewer tokens
 def test_CG1_a_graph_of_8_requests_is_replayed_for_5_and_for_none(heads, dtype):
     first = graph_case([1] * 8, [30, 5, 77, 1, 64, 65, 0, 150], N=heads, dtype=dtype)
-    graph = Captured(first, flashinfer())
+    graph = Captured(first, flashinfer(**({} if REAL else {"library": with_mla(Hostile)})))
     graph.replay(first)
     for seed, (query_lens, seq_lens) in enumerate(
         (
@@ -877,7 +881,6 @@ def test_wrappers_are_made_once_and_come_back_from_plans_that_are_gone():
     for seq_len in (9, 40, 17, 90):
         case = make_case([1, 2], [seq_len, 20])
         case.check(case.run(tier))
-        gc.collect()
     assert Counted.made == 1
     plan = None
     for seq_len in (9, 40, 17, 90):  # a refilled plan takes the next one before it gives the last one back

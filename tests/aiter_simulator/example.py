@@ -127,13 +127,13 @@ class Step:
             lses.append(scores.logsumexp(-1).T)
         return torch.cat(outs), torch.cat(lses)
 
-    def allowed(self) -> tuple[Tensor, float]:
-        """Largest error of out, elementwise, and of lse.
+    def allowed(self, expected: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, float]:
+        """Largest error of out, elementwise, and of lse; `expected` spares computing it again.
 
         Values are computed in float64, merged from partials in float32 (u = 2**-24), stored in bf16 (u = 2**-8). Where
         exp(score - max) is rounded to 8 bits: 2**-4 of every term, and half the spacing 2**-9 below the normal range.
         """
-        out, lse = self.expected()
+        out, lse = expected or self.expected()
         kv_factor = self.kv_scale if self.kv_format == "fp8" else 1
         keys = self.call["kv_buffer"].flatten(0, 2).double().nan_to_num()[:, : out.shape[-1]].abs() * kv_factor
         merged = (4 + 2 * lse.abs().max().item()) * 2**-24

@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Round:
-    """One run of the kernel: `rows` of the batch, a slice or (t,) int64; `empty` (t,) bool marks those without keys."""
+    """One run of the kernel: `rows` of the batch, a slice or (n,) int64; `empty` (n,) bool marks those without keys."""
 
     rows: slice | Tensor
     tokens: int

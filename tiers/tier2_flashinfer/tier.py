@@ -39,8 +39,13 @@ from tiers.tier2_flashinfer.library import (
     why_not_rows,
 )
 
-FORMS = ("auto", "fa2", "fa3", "mqa", "mha", "trtllm-gen", "cutlass", "xqa")
-ELSEWHERE = {"trtllm-gen": "sm_100 or sm_103", "cutlass": "sm_100 or sm_110", "xqa": "sm_120 or sm_121"}
+FORMS = ("auto", "fa2", "fa3", "mqa", "mha", "trtllm-gen", "cute-dsl", "cutlass", "xqa")
+ELSEWHERE = {
+    "trtllm-gen": "sm_100 or sm_103",
+    "cute-dsl": "sm_100 or sm_103",
+    "cutlass": "sm_100 or sm_110",
+    "xqa": "sm_120 or sm_121",
+}
 ROWS, HEADS = ((512, 64), (512, 0)), ((192, 128),)  # (L, R) of the absorbed kernels, (P + R, V) of the prefill kernel
 EXPAND_FROM = 64  # new tokens from which the expanded form takes less time
 INF = float("inf")
@@ -59,8 +64,8 @@ class Steps:
 class FlashInferTier(Tier):
     """FlashInfer's kernels; `form` is "auto", "fa2", "fa3" (that kernel), "mqa" (all absorbed) or "mha" (all expanded).
 
-    "trtllm-gen", "cutlass" and "xqa" are its kernels for other devices, refused with the reason. `merge` says who
-    merges chunks, "ours" in float32 or "flashinfer" in the query's dtype; `append` who writes the cache, "ours" or
+    "trtllm-gen", "cute-dsl", "cutlass" and "xqa" are kernels for other devices, refused with the reason. `merge` says
+    who merges chunks, "ours" in float32 or "flashinfer" in the query's dtype; `append` who writes the cache, "ours" or
     "flashinfer", which does not wait for the device. `max_workspace_tokens` bounds the rows (tokens) expanded at once,
     None as in `paged`. `library` is a module with the library's names, None for the one that is installed.
     """
