@@ -277,7 +277,7 @@ def test_the_tool_notices_a_library_that_differs(tool):
     without = ("long request", "many heads", "fp16", "prefill", "append", "merge", "fa3", "graph", "decode", "no rope")
     rows = {row["name"]: row for row in tool.compare(module, "cpu", sizes, without)}
     assert not any(row["ok"] for name, row in rows.items() if "verify" not in name), rows
-    assert rows["fa2 base 2 bf16"]["lse"] > 100
+    assert rows["fa2 base 2 bf16"]["lse"] > 1
     assert rows["fa2 without a mask bf16"]["out"] > 1
     assert rows["fa2 verify of 4 bf16"]["ok"]
     missing = tool.compare(ModuleType("empty"), "cpu", sizes, (*without, "ragged", "mask", "base"))

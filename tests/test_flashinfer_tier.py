@@ -7,6 +7,7 @@ Axes: T new tokens (packed over requests), B requests, N heads, L KV rank, P nop
 import dataclasses
 import inspect
 import math
+import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -30,6 +31,7 @@ from mla.need import Capacity, Need
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState, merge
 from mla.tier import Plan
+from tiers.tier2_flashinfer import absorbed
 from tiers.tier2_flashinfer import library as found_in
 from tiers.tier2_flashinfer import tier as tier_module
 from tiers.tier2_flashinfer.tier import ELSEWHERE, EXPAND_FROM, FORMS, FlashInferTier
@@ -154,7 +156,7 @@ def test_long_queries_are_expanded_and_short_ones_absorbed():
 
 
 def test_a_query_longer_than_a_round_goes_through_in_several(monkeypatch):
-    case = make_case([50, 3, 20], [60, 30, 20])
+    case = make_case([50, 3, 20], [60, 30, 20], N=4)
     monkeypatch.setattr("tiers.tier2_flashinfer.absorbed.ROUND_BYTES", 16 * case.need.N * case.need.L * 2)
     tier = flashinfer("mqa")
     assert tier.plan(case.need, case.batch).report["rounds"] == 6  # of 16, 16, 16, 2 + 3, 16 and 4 rows
@@ -727,7 +729,7 @@ GRAPH = Capacity(max_requests=8, max_tokens=8, max_query_len=4, max_seq_len=150)
 
 def graph_case(query_lens: list[int], seq_lens: list[int], **fields: Any) -> Case:
     """A case whose plan is to be captured: 8 tokens, padding included."""
-    given = {"graph_capture": True, "capacity": GRAPH, "pad_tokens": 8 - sum(query_lens)} | fields
+    given = {"graph_capture": True, "capacity": GRAPH, "pad_tokens": 8 - sum(query_lens), "N": 4} | fields
     return make_case(query_lens, seq_lens, **given)
 
 
@@ -772,7 +774,7 @@ class Captured:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("heads", [3, 128])  # of 128 the library takes another grid where there are fewer tokens
+@pytest.mark.parametrize("heads", [4, 128])  # of 128 the library takes another grid where there are fewer tokens
 def test_CG1_a_graph_of_8_requests_is_replayed_for_5_and_for_none(heads, dtype):
     first = graph_case([1] * 8, [30, 5, 77, 1, 64, 65, 0, 150], N=heads, dtype=dtype)
     graph = Captured(first, flashinfer(**({} if REAL else {"library": with_mla(Hostile)})))
@@ -922,9 +924,32 @@ def test_attend_and_append_wait_for_the_device_nowhere(form):
     slots = torch.tensor([0, -1], device=DEVICE)
     tier.write(case.cache, *rows, slots)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         tier.attend(case.q, case.cache, prepared, plan)
         tier.write(case.cache, *rows, slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("N", "requests"), [(96, 5), (3, 5), (16, 2), (128, 2)])
+def test_tokens_of_heads_that_do_not_divide_a_packed_tile_are_requests_of_their_own(N, requests):
+    case = make_case([3, 2], [65, 66], N=N)
+    tier = flashinfer("mqa")
+    planned = []
+    original = absorbed._plan
+    try:
+        absorbed._plan = lambda wrapper, need, batch, pieces: (
+            planned.append(pieces) or original(wrapper, need, batch, pieces)
+        )
+        plan = tier.plan(case.need, case.batch)
+    finally:
+        absorbed._plan = original
+    (pieces,) = planned
+    assert len(pieces) == requests
+    assert sum(p.tokens for p in pieces) == 5
+    if requests == 5:
+        assert [p.keys for p in pieces] == [63, 64, 65, 65, 66]
+    case.check(tier.attend(case.q, case.cache, tier.prepare(case.up, case.need), plan))

@@ -7,6 +7,10 @@ partial outputs of a split, the output. Right means rms(difference) <= 4 u rms(o
 of these on either side, and an LSE within 1e-5 + 8e-5 |lse|, as kernels are judged everywhere in this repository.
 What is only moved (the cache, rows without keys) must be the same bits.
 
+The LSE of the library's fa2 is further off, in proportion to u. Seen on an H200: a row of one key has its score wrong
+in the 16-bit places, as if scores were rounded between the two halves that compute them. There 2 u (1 + |lse|) more is
+allowed, a score having no more than the size of its LSE where it counts.
+
 Axes: T new tokens (packed over requests), S states to merge, B requests, N heads, L KV rank, R rope, V value.
 """
 
@@ -260,8 +264,11 @@ def _graph(two: tuple[Paged, Paged], library: Any, device: str) -> Found:
     return replayed(*two, library, device, getattr(library, "Tape", None))
 
 
-def difference(found: Found, expected: Found) -> dict[str, Any]:
-    """How far two results are apart, as shares of what is allowed; `ok` where all is within it."""
+def difference(found: Found, expected: Found, short_scores: bool = False) -> dict[str, Any]:
+    """How far two results are apart, as shares of what is allowed; `ok` where all is within it.
+
+    `short_scores` allows for scores rounded to 16 bits.
+    """
     row: dict[str, Any] = {"ok": True}
     for name, want in expected.items():
         got, want = (x.detach().cpu() for x in (found[name], want))
@@ -275,7 +282,9 @@ def difference(found: Found, expected: Found) -> dict[str, Any]:
             allowed = 4 * torch.finfo(found["out"].dtype).eps / 2 * want.square().mean().sqrt()
             row["out"] = float((got - want).square().mean().sqrt() / allowed)
         else:
-            row["lse"] = float(((got - want).abs() / (1e-5 + 8e-5 * want.abs())).max())
+            u = torch.finfo(expected["out"].dtype).eps / 2 if short_scores else 0.0
+            limit = 1e-5 + 8e-5 * want.abs() + 2 * u * (1 + want.abs())
+            row["lse"] = float(((got - want).abs() / limit).max())
         row["ok"] &= row[name] <= 1  # NaN is not
     return row
 
@@ -287,7 +296,8 @@ def compare(library: Any, device: str, sizes: Sizes, without: Sequence[str] = ()
         if any(w in name for w in without):
             continue
         try:
-            row = difference(call(library, device), call(standin, "cpu"))
+            short_scores = name.startswith("fa2") and "prefill" not in name
+            row = difference(call(library, device), call(standin, "cpu"), short_scores)
         except Exception as error:  # the next one may be right
             row = {"ok": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         rows.append({"name": name, **row})

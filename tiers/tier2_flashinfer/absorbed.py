@@ -27,6 +27,7 @@ from tiers.tier2_flashinfer.library import Wrapper, borrow, on_host, running_sum
 
 ROUND_BYTES = 1 << 28  # of absorbed queries
 MOST_TILES, TILE = 15360, 64  # of 16384 work items; splits take at most one more for each processor
+PACKED = 128  # rows (token, head) that share a bound on keys in the library's kernels
 HALF_SCALE = 2.0**-6  # an absorbed query passes 65504, the end of float16, where its parts are as small as 40 and 16
 
 
@@ -55,10 +56,23 @@ def why_not_graph(need: Need) -> list[str]:
     if need.capacity is None:
         return ["graph_capture = True needs Need.capacity, from which buffers get their fixed size; set it."]
     tiles = -(-need.capacity.max_tokens * need.N // TILE) + need.capacity.max_requests + 1
+    if alone(need) and need.capacity.max_query_len > 1:
+        found = f"several new tokens of {need.N} heads lose keys in flashinfer's kernels, which pack {PACKED} rows"
+        return [f"{found}, unless each is a request of its own, which a graph cannot hold; use triton."]
     if tiles <= MOST_TILES:
         return []
     found = f"a captured step of up to {need.capacity.max_tokens} tokens and {need.N} heads may need {tiles} tiles"
     return [f"{found}; flashinfer lists at most {MOST_TILES}: lower capacity.max_tokens."]
+
+
+def alone(need: Need) -> bool:
+    """Whether each token must be a request of its own, since the library would lose keys.
+
+    Its kernels round the last key of a packed tile of 128 rows down to whole tokens, so where heads do not divide 128 a
+    token that a tile begins with loses the key that opens a block of 64. Seen on an H200 with fa3, 96 heads, 2 new
+    tokens, 65 keys, 0.6.18.post1.
+    """
+    return need.mask == "causal" and PACKED % need.N != 0
 
 
 def plan_rounds(
@@ -124,8 +138,9 @@ def _groups(need: Need, batch: AttentionBatch, requests: Sequence[int]) -> list[
     pieces = []
     for b in requests:
         query_len, seq_len = batch.query_lens_host[b], batch.seq_lens_host[b]
-        for first in range(0, query_len, most):
-            tokens = min(most, query_len - first)
+        step = 1 if alone(need) else most
+        for first in range(0, query_len, step):
+            tokens = min(step, query_len - first)
             unseen = query_len - first - tokens if batch.mask == "causal" else 0
             pieces.append(Piece(b, starts[b] + first, tokens, max(0, seq_len - unseen)))
     for first in range(starts[-1], batch.num_tokens, most):
