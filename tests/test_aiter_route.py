@@ -363,6 +363,8 @@ def test_M_keys_of_stand_ins_are_slot_0_whatever_the_table_holds():
     sums = torch.from_numpy(running_sums(found)[1])
     slots = slots_of_keys(batch.block_table, torch.from_numpy(found.owners), sums, found.keys, 1)
     assert slots.tolist() == [0, 0, *batch.block_table[1, :3].tolist()]
+    narrow = torch.tensor([[7]], dtype=torch.int32)  # a stand-in has more keys than the table has columns
+    assert slots_of_keys(narrow, torch.tensor([STAND_IN]), torch.tensor([0, 3]), 3, 1).tolist() == [0, 0, 0]
     nobody = slots_of_keys(torch.zeros(0, 0, dtype=torch.int32), torch.tensor([STAND_IN]), torch.tensor([0, 2]), 2, 1)
     assert nobody.tolist() == [0, 0]
 

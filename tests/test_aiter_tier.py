@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable
 from contextlib import contextmanager
 from inspect import signature
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiter_simulator import AiterAbort
@@ -20,22 +22,24 @@ from simulated_aiter import SimulatedAiter
 from simulated_aiter import tier as registered
 from small_case import INF, NAN, Case, make_batch, make_case, make_need, mean_case
 from test_tier import no_sync
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mla.accuracy import compare
-from mla.cache import PagedLatentCache
+from mla.batch import AttentionBatch
+from mla.cache import PagedLatentCache, slots_of
 from mla.conformance import SPECS, run_case
 from mla.conformance import Case as Conformance
 from mla.conformance.cases import DIMS, FAMILIES
 from mla.conformance.metamorphic import RELATIONS
 from mla.conformance.specs import ORDERS
 from mla.need import Capacity
-from mla.projections import Query
+from mla.projections import Query, UpProjection
+from mla.ragged import RaggedCall
 from mla.state import AttentionState
 from tiers.tier2_aiter.decode import dtypes_of
 from tiers.tier2_aiter.library import DECODE, FLASH, INFO, METADATA, TRITON_DECODE
 from tiers.tier2_aiter.metadata import BUFFERS
 from tiers.tier2_aiter.pages import SENTINEL
+from tiers.tier2_aiter.prefill import flash_kernel, heads_first
 from tiers.tier2_aiter.tier import AiterTier
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -67,7 +71,7 @@ class Spy(SimulatedAiter):
         function = super().find(name, need)
 
         def asked(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes(), host_is_allowed():
+            with torch._C._DisableTorchDispatch(), host_is_allowed():
                 self.log.append((name, kwargs))
                 return self.change(name, kwargs, lambda: function(*args, **kwargs))
 
@@ -360,6 +364,17 @@ def test_I1_folded_heads_of_a_verification_come_back_in_order(arch, N):
         check_out(case, state)
 
 
+@pytest.mark.parametrize(("N", "heads"), [(8, [h // 2 for h in range(16)]), (12, [h % 12 for h in range(16)])])
+def test_I1_padding_heads_are_copies_of_real_ones_and_never_memory_as_it_was(N, heads):
+    case = make_case([1, 1], [7, 22], **REAL | {"N": N})
+    tier, spy = spied()
+    case.run(tier)
+    (asked,) = spy.asked(DECODE)
+    real = asked["q"][:, ::2] if N == 8 else asked["q"][:, :N]
+    assert torch.equal(asked["q"], real[:, heads])
+    assert torch.equal(real[..., 512:], case.q.pe)
+
+
 def test_I3_16_heads_of_v2_lite_work_in_a_captured_step():
     tier, need, _ = captured_case([1] * 4, [9, 20, 5, 33], P=16)
     assert tier.why_not(need) == []
@@ -580,15 +595,16 @@ def test_the_scale_is_passed_and_never_left_to_the_width():
     assert [asked["softmax_scale"] for asked in spy.asked(FLASH)] == [0.123] * 2
 
 
-def test_G1_a_cache_past_the_window_is_refused_before_the_call():
-    case = make_case([1], [5], **REAL)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_G1_a_cache_past_the_window_is_refused_before_the_call(dtype):
+    case = make_case([1], [5], **REAL | {"dtype": dtype})
     rows = case.cache.data.shape[0] * case.need.page_size
     blind = dataclasses.replace(case.batch, num_pages=None)
     tier, spy = spied(window=rows * 1152)
     plan = tier.plan(case.need, blind)
     with pytest.raises(ValueError, match=r"cache\.data: expected below"):
         tier.attend(case.q, case.cache, prepare_of(tier, case), plan)
-    assert spy.asked(DECODE) == []
+    assert spy.asked(DECODE) == spy.asked(TRITON_DECODE) == []
     with pytest.raises(ValueError, match="a pool of"):
         tier.plan(case.need, case.batch)
     case.check(case.run(spied(window=rows * 1152 + 1)[0]))
@@ -714,6 +730,86 @@ def test_M_a_captured_step_of_unequal_queries_has_single_rows():
     plan = tier.plan(need, case.batch)
     assert plan.steps.decode.most == 1
     case.check(case.run(tier))
+
+
+# golden vectors: what AITER's own Triton kernels gave in the interpreter, float32, inputs exact in float16
+
+GOLDEN = Path(__file__).parent / "data" / "aiter_golden"
+PAGED = sorted(p.stem for p in GOLDEN.glob("*_fwd_*.npz"))
+
+
+def golden(name: str) -> dict[str, Any]:
+    with np.load(GOLDEN / f"{name}.npz") as found:
+        return {k: torch.from_numpy(found[k]) if found[k].ndim else found[k].item() for k in found.files}
+
+
+def golden_case(g: dict[str, Any], dtype: torch.dtype) -> Case:
+    """The case of a golden vector: W_UK and W_UV are identities, so that the given query is the absorbed one."""
+    L, R, N, page = g["r"], g["p"], g["q"].shape[1], g["kv"].shape[1]
+    seq_lens = g.get("seqlens", g.get("seqused_k")).tolist()
+    starts = g["cu_seqlens_q"].tolist() if "cu_seqlens_q" in g else list(range(len(seq_lens) + 1))
+    query_lens = [b - a for a, b in pairwise(starts)]
+    fields = {"N": N, "L": L, "P": L, "R": R, "V": L, "dtype": dtype, "out_dtype": F32, "page_size": page}
+    need = make_need(softmax_scale=float(g["scale"]), **fields)
+    pool = g["kv"].flatten(2).to(dtype)
+    table = g["block_tables"]
+    batch = AttentionBatch.bottom_right(query_lens, seq_lens, table, page_size=page, num_pages=len(pool))
+    identity = torch.eye(L, dtype=dtype)[:, None].expand(L, N, L)
+    q = Query(g["q"][..., :L].to(dtype), g["q"][..., L:].to(dtype))
+    cache = PagedLatentCache.wrap(pool.contiguous(), need.layout)
+    keys = [cache.read(slots_of(table[b], 0, n, page)) for b, n in enumerate(seq_lens)]
+    return Case(need, batch, q, UpProjection(identity, identity), keys, cache)
+
+
+def rounding(g: dict[str, Any]) -> float:
+    """What float32 sums may differ by: 8 standard deviations of independent roundings.
+
+    A score is a sum of D products whose sizes add up to at most `terms`; its error moves every weight by as much, and
+    the weighted sum has S terms of at most the largest number of the cache.
+    """
+    D, S = g["q"].shape[-1], int(g.get("seqlens", g.get("seqused_k")).max())
+    pool = g["kv"].nan_to_num().flatten(0, 2).double()
+    terms = float((g["q"].double().abs().flatten(0, 1) @ pool.abs().T).max()) * float(g["scale"])
+    return 8 * 2.0**-24 * math.sqrt(D + S) * (1 + terms) * float(pool.abs().max())
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_golden_vectors_of_decode_and_prefill_through_the_float16_route(name):
+    g = golden(name)
+    case = golden_case(g, F16)
+    state = case.run(aiter())
+    assert state.out.dtype == F32
+    assert (state.out - g["out"]).abs().max() <= rounding(g)
+    if "lse" in g:
+        assert (state.lse - g["lse"]).abs().max() <= rounding(g)
+
+
+@pytest.mark.parametrize("name", [n for n in PAGED if "r512" not in n or n.endswith("_5")])
+def test_golden_vectors_are_the_oracles_and_bfloat16_is_within_its_budget(name):
+    g = golden(name)
+    exact = golden_case(g, F32).truth().out
+    assert (exact - g["out"]).abs().max() <= rounding(g)
+    case = golden_case(g, BF16)
+    for arch in ARCHES:
+        check_out(case, case.run(aiter(arch)))
+        blind = dataclasses.replace(case, need=dataclasses.replace(case.need, lse=False))
+        check_out(case, blind.run(aiter(arch)))
+
+
+@pytest.mark.parametrize("ck", [True, False])
+@pytest.mark.parametrize("name", sorted(p.stem for p in GOLDEN.glob("*varlen*.npz")))
+def test_golden_vectors_of_the_expanded_form_with_their_lse(name, ck):
+    g = golden(name)
+    need = make_need(**REAL | {"N": g["q"].shape[1], "P": 128, "V": 128, "dtype": F16}, softmax_scale=float(g["scale"]))
+    flash = SimulatedAiter(ck=ck).find(FLASH, need)
+    kernel = flash_kernel(flash, need, heads_first(flash, need))
+    lens = [tuple((x[1:] - x[:-1]).tolist()) for x in (g["cu_q"], g["cu_k"])]
+    rows = torch.arange(len(g["q"]))
+    call = RaggedCall(bool(g["causal"]), rows, None, *lens, g["cu_q"], g["cu_k"], 0, len(g["k"]))
+    out, lse = kernel(call, *(g[x].to(F16) for x in "qkv"))
+    # outputs round to float16; the LSE is float32, from scores of 192 products
+    assert (out - g["out"]).abs().max() <= 2**-11 * float(g["v"].abs().max()) + 1e-5
+    assert (lse - g["lse_total_q_by_heads"]).abs().max() <= 1e-5
 
 
 # T: refusals

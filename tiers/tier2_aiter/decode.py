@@ -214,7 +214,7 @@ def attend_decode(
     call.padding.fill(query)
     lse: Tensor | None
     if call.route.kernel == "triton":
-        o, lse = _attend_triton(call, query, cache, data[TRITON_DECODE], plan)
+        o, lse = _attend_triton(call, query, cache, data[TRITON_DECODE], plan, window)
     else:
         o, lse = _attend_assembly(call, query, cache, data[DECODE], plan, window)
     latent = call.padding.real(o).transpose(0, 1).to(W_UV.dtype)  # (N, t, L)
@@ -232,10 +232,7 @@ def _attend_assembly(
     """Latent output (t, M, L) and lse (t, M) of a dense query (t, M, L + R)."""
     need, route = plan.need, call.route
     kv, indices = kernel_rows(cache, call.slots)
-    reach = kv.shape[0] * kv.shape[3] * kv.element_size()
-    if reach >= window:
-        fix = "give the layer fewer pages, or use triton"
-        raise bad("cache.data", expected=f"below {window:,} bytes from first row to last", got=f"{reach:,}", fix=fix)
+    _check_reach(kv, window)
     # AITER may point `o` at new storage, so it is a tensor of its own and is read after the call, never through a view.
     # Where no work plan says who writes which row, rows may stay unwritten.
     make = torch.zeros if route.zero else torch.empty
@@ -257,13 +254,14 @@ def _attend_assembly(
 
 
 def _attend_triton(
-    call: DecodeCall, query: Tensor, cache: PagedLatentCache, decode: Callable[..., Any], plan: Plan
+    call: DecodeCall, query: Tensor, cache: PagedLatentCache, decode: Callable[..., Any], plan: Plan, window: int
 ) -> tuple[Tensor, Tensor]:
     """Latent output (t, N, L) and lse (t, N), float32, of a dense query (t, N, L + R), some rows at a time."""
     need, (t, N, _), page = plan.need, query.shape, cache.page_size
     o, lse = (query.new_empty(shape, dtype=torch.float32) for shape in ((t, N, need.L), (t, N)))
     step = max(1, TRITON_BYTES // (N * TRITON_SPLITS * (need.L + 1) * 4))
     rows, factor = token_rows(cache)
+    _check_reach(rows, window)
     table = plan.batch.block_table[call.owners] * factor
     for first in range(0, t, step):
         some = slice(first, min(first + step, t))
@@ -274,6 +272,14 @@ def _attend_triton(
             num_kv_splits=TRITON_SPLITS, sm_scale=need.softmax_scale, page_size=page,
         )  # fmt: skip
     return o, lse
+
+
+def _check_reach(rows: Tensor, window: int) -> None:
+    """Raise ValueError where rows (n, ..., width), of any row stride, reach past the window."""
+    reach = rows.shape[0] * rows.stride(0) * rows.element_size()
+    if reach >= window:
+        fix = "give the layer fewer pages, or use triton"
+        raise bad("cache.data", expected=f"below {window:,} bytes from first row to last", got=f"{reach:,}", fix=fix)
 
 
 def _place(plan: Plan, name: str, values: np.ndarray) -> Tensor:

@@ -111,6 +111,10 @@ def plan_route(
     if (widths[1], widths[0] - widths[1]) != served:
         found = f"rows of L + R = {widths[1]} + {widths[0] - widths[1]} are not read by aiter"
         raise AiterUnsupported(f"{found}, whose decode kernels read {served[0]} + {served[1]}; use triton or paged.")
+    size = kv_rows * widths[0] * kv_dtype.itemsize
+    if size >= window:
+        found = f"a pool of {kv_rows:,} rows spans {size:,} bytes, and aiter's decode reaches {window:,}"
+        raise AiterUnsupported(f"{found} from its first row; give the layer fewer pages, or use triton.")
     if q_dtype == kv_dtype == torch.float16:
         return Route("triton", heads, flatten=True)
     query, cache = _short(arch, q_dtype), _short(arch, kv_dtype)
@@ -118,10 +122,6 @@ def plan_route(
         found = f"a query of {_name(q_dtype)} over rows of {_name(kv_dtype)} has no decode kernel in aiter on {arch}"
         fix = "pass bfloat16 for both" if q_dtype not in FP8.values() else f"{_name(FP8[arch])} is the fp8 of {arch}"
         raise AiterUnsupported(f"{found}, whose assembly takes bfloat16 or {_name(FP8[arch])}; {fix}.")
-    size = kv_rows * widths[0] * kv_dtype.itemsize
-    if size >= window:
-        found = f"a pool of {kv_rows:,} rows spans {size:,} bytes, and aiter's decode reaches {window:,}"
-        raise AiterUnsupported(f"{found} from its first row; give the layer fewer pages, or use triton.")
     return _decode(arch, heads, query_lens, query, cache, lse, cu_count)
 
 
