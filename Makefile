@@ -20,10 +20,10 @@ EMPTY   := $(if $(ARGS),|| [ $$$$? -eq 5 ])
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare test lint bench aot docs clean
+.PHONY: help compare test lint bench aot tutorials docs docs-serve site-test clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 compare: $(VENV)/.core  ## set up, then replay a request trace through the tiers and the oracle (ARGS="--requests 8")
 	$(BIN)/mla compare $(ARGS)
@@ -43,8 +43,17 @@ bench: $(VENV)/.test  ## time the CPU tiers (ARGS="paged --batch 4q1s4k")
 aot: $(VENV)/.test  ## compile all Triton kernels with no GPU, hold them to budgets, write the table (ARGS="--all")
 	$(BIN)/python -m tiers.tier2_triton.aot_table $(ARGS)
 
-docs: $(VENV)/.docs  ## build the site into site/
+tutorials: $(VENV)/.tutorials $(VENV)/.test  ## run every notebook twice: as a reader meets it, and with the solutions
+	MLA_TUTORIALS=1 $(PYTEST) tests/test_tutorials.py $(ARGS)
+
+docs: $(VENV)/.docs  ## build the site into site/, generated pages included
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.docs  ## build the site and serve it on this machine
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+site-test: $(VENV)/.docs $(VENV)/.site $(VENV)/.test  ## open every page in Chromium (apt-get install chromium)
+	MLA_SITE=1 $(BIN)/python -m pytest tests/test_site.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -62,6 +71,6 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/.created
 	$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.core
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.tutorials $(VENV)/.site: $(VENV)/.%: $(VENV)/.core
 	$(INSTALL) --editable '.[$*]'
 	@touch $@

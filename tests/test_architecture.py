@@ -109,12 +109,12 @@ def import_rule(path: str, text: str) -> list[str]:
 def optional_rule(path: str, text: str) -> list[str]:
     """At import time only the standard library, the core dependencies and our own packages.
 
-    A folder `kernels` of a tier may import triton, and nobody outside of it imports the folder at import time.
+    The folders `kernels` and `hopper` of a tier may import triton, and nobody else imports them at import time.
     """
-    inside = re.match(r"tiers/tier2_\w+/kernels/", path) is not None
+    inside = re.match(r"tiers/tier2_\w+/(kernels|hopper)/", path) is not None
     allowed = CORE | {"mla", "tiers"} | set(sys.stdlib_module_names) | ({"triton"} if inside else set())
     found = {(line, name) for line, name, at_import in imported(path, text) if at_import}
-    kernels = [n for n in sorted(found) if not inside and re.match(r"tiers\.tier2_\w+\.kernels\b", n[1])]
+    kernels = [n for n in sorted(found) if not inside and re.match(r"tiers\.tier2_\w+\.(kernels|hopper)\b", n[1])]
     others = sorted({(line, name.split(".")[0]) for line, name in found})
     outside = [n for n in others if n[1] not in allowed] + kernels
     return [f"{path}:{line}: imports {name} at import time" for line, name in outside]
@@ -282,7 +282,7 @@ def test_import_mla_and_tiers_brings_no_optional_package():
         "import importlib, pkgutil, sys, mla, tiers\n"
         "for package in (mla, tiers):\n"
         "    for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "        if not found.name.endswith('__main__') and '.kernels.' not in found.name:\n"
+        "        if not found.name.endswith('__main__') and not {'kernels', 'hopper'} & set(found.name.split('.')):\n"
         "            importlib.import_module(found.name)\n"
         f"print(*sorted(set({OPTIONAL!r}) & set(sys.modules)))"
     )

@@ -24,6 +24,7 @@ from mla.state import AttentionState
 from mla.tier import Plan
 from tiers.tier2_triton import ops
 from tiers.tier2_triton.expanded import Sizes
+from tiers.tier2_triton.hopper_rounds import HopperRound, hopper_sizes, plan_hopper
 from tiers.tier2_triton.launch import Tile, decode_tile, processors
 from tiers.tier2_triton.schedule import FIELDS, INVARIANT_SPLIT, Piece, Work, most_tiles, schedule
 
@@ -87,23 +88,41 @@ def tile_of(need: Need, query_len: int) -> Tile:
 
 
 def plan_absorbed(
-    need: Need, batch: AttentionBatch, requests: Sequence[int], old: list[Round] | None = None
-) -> list[Round]:
+    need: Need,
+    batch: AttentionBatch,
+    requests: Sequence[int],
+    old: Sequence[Round | HopperRound] | None = None,
+    hopper: bool = False,
+) -> list[Round | HopperRound]:
     """Cut the requests' tokens into rounds and upload their work; rows of no request join the last one.
 
-    With Need.graph_capture the lists of `old` are filled again, so that a captured graph reads the new ones.
+    With Need.graph_capture the lists of `old` are filled again, so that a captured graph reads the new ones. `hopper`
+    plans for the Hopper kernels.
     """
     tile = tile_of(need, max((batch.query_lens_host[b] for b in requests), default=1))
     groups = _pieces(need, batch, requests, tile)
     if need.graph_capture:
-        return [_fixed_round(need, batch, [p for g in groups for p in g], tile, old)]
+        groups = [[p for g in groups for p in g]]
+    before = old[0] if old else None
+    if hopper:
+        assert not isinstance(before, Round)
+        table = batch.block_table
+        return [plan_hopper(need, _within(g), *_rows(need, batch, g), table, before) for g in groups]
+    assert not isinstance(before, HopperRound)
+    if need.graph_capture:
+        return [_fixed_round(need, batch, groups[0], tile, before)]
     return [_round(need, batch, group, tile) for group in groups]
 
 
-def absorbed_sizes(need: Need, rounds: list[Round]) -> Sizes:
+def absorbed_sizes(need: Need, rounds: Sequence[Round | HopperRound], hopper: bool = False) -> Sizes:
     """Return the scratch of all rounds, (shape, dtype) by name; for a Need with a capacity whatever the batch is."""
     tokens = max((r.tokens for r in rounds), default=0)
-    states = max((r.slots * r.tile[0] for r in rounds), default=0)
+    if hopper:
+        c = need.capacity
+        if c is not None:
+            tokens = c.max_tokens if need.graph_capture else min(c.max_tokens, _token_budget(need))
+        return hopper_sizes(need, [r for r in rounds if isinstance(r, HopperRound)], tokens)
+    states = max((r.slots * r.tile[0] for r in rounds if isinstance(r, Round)), default=0)
     if need.capacity is not None and need.graph_capture:
         tokens = need.capacity.max_tokens
     if need.capacity is not None and not need.graph_capture:
@@ -129,12 +148,19 @@ def absorbed_sizes(need: Need, rounds: list[Round]) -> Sizes:
 
 
 def attend_round(
-    step: Round, q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan
+    step: Round | HopperRound, q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Attend a round's rows of q, nope (T, N, P) and pe (T, N, R): out (t, N, V) and lse (t, N) in new tensors."""
     need, dtype, t = plan.need, dot_dtype(plan.need), step.tokens
     nope, pe = q.nope[step.rows], q.pe[step.rows]
     W_UK, W_UV = data["W_UK"], data["W_UV"]
+    if isinstance(step, HopperRound):
+        q_latent, latent = (plan.scratch(n, (t, need.N, need.L), dtype) for n in ("q_latent", "latent"))
+        own = not nope.dtype == W_UK.dtype == W_UV.dtype
+        return ops.attend_hopper(
+            nope, pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.place, step.part,
+            W_UK, W_UV, *_cut_states(step, plan), q_latent, latent, need.softmax_scale, own, step.M, step.at_once,
+        )  # fmt: skip
     _, keys, warps, stages = step.tile
     part, part_lse = _partial_states(step, plan)
     q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
@@ -148,23 +174,62 @@ def attend_round(
 
 
 def attend_latent_rounds(
-    rounds: list[Round], q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, plan: Plan, out: Tensor, lse: Tensor
+    rounds: Sequence[Round | HopperRound],
+    q_latent: Tensor,
+    q_pe: Tensor,
+    cache: PagedLatentCache,
+    plan: Plan,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Attend absorbed queries alone: q_latent (T, N, L) and q_pe (T, N, R) to out (T, N, L) and lse (T, N) float32."""
     from tiers.tier2_triton.kernels.combine import combine
     from tiers.tier2_triton.kernels.decode import decode
 
     for step in rounds:
-        part, part_lse = _partial_states(step, plan)
         assert isinstance(step.rows, slice), "all requests are absorbed here"
+        if isinstance(step, HopperRound):
+            _attend_latent_on_hopper(step, q_latent[step.rows], q_pe[step.rows], cache, plan, out, lse)
+            continue
+        part, part_lse = _partial_states(step, plan)
         bounds = (step.block_table, step.row_kv_lens, step.items, step.counts)
         queries = ops.dense(q_latent[step.rows]), ops.dense(q_pe[step.rows])
         decode(*queries, None, cache.data, *bounds, part, part_lse, plan.need.softmax_scale, step.tile)
         combine(part, part_lse, step.merges, step.counts[1:], out[step.rows], lse[step.rows], step.at_once)
 
 
+def _attend_latent_on_hopper(
+    step: HopperRound, q_latent: Tensor, q_pe: Tensor, cache: PagedLatentCache, plan: Plan, out: Tensor, lse: Tensor
+) -> None:
+    """The same for a round of the Hopper kernels, which write dense rows."""
+    from tiers.tier2_triton.hopper.decode import decode
+
+    to = out[step.rows], lse[step.rows]
+    values, lses = (x if x.is_contiguous() else x.new_empty(x.shape) for x in to)
+    decode(
+        q_latent, q_pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.place, step.part,
+        *_cut_states(step, plan), values, lses, plan.need.softmax_scale, step.M, step.at_once,
+    )  # fmt: skip
+    for target, made in zip(to, (values, lses), strict=True):
+        if target is not made:
+            target.copy_(made)
+
+
+def _cut_states(step: HopperRound, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Scratch for what the Hopper kernels leave of units that are cut: out (2 p M, L) and base-2 LSE (2 p M,)."""
+    rows = 2 * len(step.part) * step.M
+    shapes = {"part": (rows, plan.need.L), "part_lse": (rows,)}
+    part, part_lse = (plan.scratch(name, shape, torch.float32) for name, shape in shapes.items())
+    return part, part_lse
+
+
 def deliver_rounds(
-    rounds: list[Round], q: Query, cache: PagedLatentCache, data: dict[str, Tensor], plan: Plan, state: AttentionState
+    rounds: Sequence[Round | HopperRound],
+    q: Query,
+    cache: PagedLatentCache,
+    data: dict[str, Tensor],
+    plan: Plan,
+    state: AttentionState,
 ) -> None:
     """Attend every round and put its rows into `state`, out (T, N, V) and lse (T, N)."""
     for step in rounds:
@@ -227,17 +292,22 @@ def _within(pieces: list[Piece]) -> list[Piece]:
     return [Piece(p.request, at[i], p.tokens, p.keys, p.causal) for i, p in enumerate(pieces)]
 
 
-def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -> Round:
-    work = schedule(_within(pieces), need.N, tile[:2], programs(need, tile), need.batch_invariant)
-    tokens, first = sum(p.tokens for p in pieces), pieces[0].first
+def _rows(need: Need, batch: AttentionBatch, pieces: list[Piece]) -> tuple[slice | Tensor, Tensor]:
+    """The rows of a round, a slice or (t,) int64, and their row_kv_lens (t,)."""
+    tokens, first = sum(p.tokens for p in pieces), pieces[0].first if pieces else 0
     ends = [p.first + p.tokens for p in pieces]
     if [p.first for p in pieces[1:]] == ends[:-1]:
-        rows: slice | Tensor = slice(first, first + tokens)
-        bounds = batch.row_kv_lens[rows].contiguous()
-    else:
-        index = np.concatenate([np.arange(p.first, p.first + p.tokens) for p in pieces])
-        rows = _to_device(torch.from_numpy(index), need)
-        bounds = batch.row_kv_lens.index_select(0, rows)
+        rows = slice(first, first + tokens)
+        return rows, batch.row_kv_lens[rows].contiguous()
+    index = np.concatenate([np.arange(p.first, p.first + p.tokens) for p in pieces])
+    at = _to_device(torch.from_numpy(index), need)
+    return at, batch.row_kv_lens.index_select(0, at)
+
+
+def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -> Round:
+    work = schedule(_within(pieces), need.N, tile[:2], programs(need, tile), need.batch_invariant)
+    tokens = sum(p.tokens for p in pieces)
+    rows, bounds = _rows(need, batch, pieces)
     n = len(work.items)
     lists = _to_device(torch.from_numpy(_packed(work, n, len(work.merges))), need)
     at_once = 1 if need.batch_invariant else parts_at_once(work.parts)
@@ -247,7 +317,7 @@ def _round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile) -
     return Round(rows, tokens, tile, at_once, lists, items, merges, lists[0, :2], bounds, table, work.slots, own)
 
 
-def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile, old: list[Round] | None) -> Round:
+def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: Tile, old: Round | None) -> Round:
     """The one round of a captured graph: buffers of the capacity's size, filled again where they exist."""
     c = need.capacity
     assert c is not None, "why_not has refused"
@@ -256,8 +326,8 @@ def _fixed_round(need: Need, batch: AttentionBatch, pieces: list[Piece], tile: T
     parts = -(-c.max_seq_len // INVARIANT_SPLIT)
     slots = tiles * parts if need.batch_invariant else tiles + 2 * programs(need, tile)
     width = max(1, -(-c.max_seq_len // need.page_size))
-    if old:
-        step = old[0]
+    if old is not None:
+        step = old
     else:
         lists = torch.zeros(1 + slots + tiles, FIELDS, dtype=torch.int32, device=need.device)
         table = torch.zeros(c.max_requests, width, dtype=torch.int32, device=need.device)

@@ -135,3 +135,59 @@ def _(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     (T, N, _), W_UV = q_nope.shape, rest[8]
     out_dtype = torch.float32 if rest[16] else q_nope.dtype
     return q_nope.new_empty(T, N, W_UV.shape[2], dtype=out_dtype), q_nope.new_empty(T, N, dtype=torch.float32)
+
+
+@torch.library.custom_op("mla_triton::attend_hopper", mutates_args=("part_out", "part_lse", "q_latent", "latent"))
+def attend_hopper(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    data: Tensor,
+    block_table: Tensor,
+    row_kv_lens: Tensor,
+    units: Tensor,
+    work: Tensor,
+    place: Tensor,
+    part: Tensor,
+    W_UK: Tensor,
+    W_UV: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    q_latent: Tensor,
+    latent: Tensor,
+    softmax_scale: float,
+    own_products: bool,
+    M: int,
+    at_once: int,
+) -> tuple[Tensor, Tensor]:
+    """The same by the Hopper kernels: out (T, N, V) in q_nope's dtype and lse (T, N) float32.
+
+    units (U, 4), work (U + 1, 16), place (U, 4) and part (p, 16) int32 are those of `hopper.schedule` for units of M
+    rows; scratch part_out (2 p M, L) and part_lse (2 p M,) float32, q_latent and latent (T, N, L); the rest is as in
+    `attend_absorbed`.
+    """
+    from tiers.tier2_triton.hopper.decode import decode
+    from tiers.tier2_triton.kernels.per_head import per_head
+
+    out = q_nope.new_empty(*q_nope.shape[:2], W_UV.shape[2])
+    lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
+    if out.shape[0] == 0:
+        return out, lse
+    q_nope = dense(q_nope)
+    with torch.cuda.device_of(data):
+        if own_products:
+            per_head(q_nope, W_UK, q_latent, None)
+        else:
+            torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent.transpose(0, 1))
+        lists = (block_table, row_kv_lens, units, work, place, part, part_out, part_lse)
+        decode(q_latent, q_pe, data, *lists, latent, lse, softmax_scale, M, at_once)
+        if own_products:
+            per_head(latent, W_UV, out)
+        else:
+            torch.bmm(latent.transpose(0, 1), W_UV, out=out.transpose(0, 1))
+    return out, lse
+
+
+@attend_hopper.register_fake
+def _(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    (T, N, _), W_UV = q_nope.shape, rest[9]
+    return q_nope.new_empty(T, N, W_UV.shape[2]), q_nope.new_empty(T, N, dtype=torch.float32)

@@ -59,9 +59,10 @@ from tiers.tier2_triton.expanded import (
     prepare_expanded,
     why_not_route,
 )
+from tiers.tier2_triton.hopper_rounds import HopperRound, why_not_hopper
 from tiers.tier2_triton.launch import FLOATS, HALVES, decode_tile, expand_from, shared_bytes
 
-FORMS = ("auto", "mqa", "mha", "cudnn", "padded", "invariant")
+FORMS = ("auto", "mqa", "hopper", "mha", "cudnn", "padded", "invariant")
 ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,7 +71,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Steps:
     """A plan's work: rounds of the absorbed form, and the expanded requests if there are any."""
 
-    rounds: list[Round]
+    rounds: list[Round | HopperRound]
     expanded: ExpandedSteps | None = None
 
 
@@ -80,9 +81,9 @@ class TritonTier(Tier):
 
     "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries, expands longer
     ones by our kernel and the longest by cuDNN, each by the other where one does not serve the Need, or absorbs all
-    where none does. "invariant" keeps the promise of
-    Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the rows (tokens) expanded
-    at once, None as in `paged`.
+    where none does. "hopper" absorbs all by kernels for sm_90 alone, which "auto" does not take yet. "invariant"
+    keeps the promise of Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the
+    rows (tokens) expanded at once, None as in `paged`.
     """
 
     form: str = "auto"
@@ -110,6 +111,8 @@ class TritonTier(Tier):
                 )
         if self.form in ROUTES and not reasons:
             reasons += why_not_route(need, ROUTES[self.form])
+        if self.form == "hopper":
+            reasons += why_not_hopper(need)
         return reasons + refuse_workspace(need, self.cap(need))
 
     def cap(self, need: Need) -> int:
@@ -122,12 +125,16 @@ class TritonTier(Tier):
         None where all are absorbed. "auto" takes cuDNN, one call a request, for long queries, and our kernel, one
         launch for all, for short ones.
         """
-        if self.form in ("mqa", "invariant") or need.graph_capture or need.batch_invariant:
+        if self.form in ("mqa", "hopper", "invariant") or need.graph_capture or need.batch_invariant:
             return None
         if self.form in ROUTES:
             return ROUTES[self.form]
         best = ("cudnn", "triton") if query_len >= CUDNN_FROM else ("triton", "cudnn")
         return next((route for route in best if not why_not_route(need, route)), None)
+
+    def on_hopper(self, need: Need) -> bool:
+        """Whether what is absorbed goes to the Hopper kernels: so far only where they are asked for."""
+        return self.form == "hopper" and not why_not_hopper(need)
 
     def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
         """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,) int64 without waiting for the device; -1 is skipped.
@@ -183,7 +190,7 @@ class TritonTier(Tier):
         return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 
     def _steps(
-        self, need: Need, batch: AttentionBatch, old: list[Round] | None
+        self, need: Need, batch: AttentionBatch, old: list[Round | HopperRound] | None
     ) -> tuple[Steps, Any, dict[str, object]]:
         """The work of a step, the scratch it takes, and a report of both."""
         least = 1 if self.form in ROUTES else expand_from(need)
@@ -191,8 +198,9 @@ class TritonTier(Tier):
         expanded = [b for b, n in enumerate(batch.query_lens_host) if expands and n >= least]
         absorbed = [b for b in range(batch.num_requests) if b not in set(expanded)]
         inner = replace(need, batch_invariant=True) if self.form == "invariant" else need
-        steps = Steps(plan_absorbed(inner, batch, absorbed, old))
-        sizes = absorbed_sizes(inner, steps.rounds)
+        hopper = self.on_hopper(inner)
+        steps = Steps(plan_absorbed(inner, batch, absorbed, old, hopper))
+        sizes = absorbed_sizes(inner, steps.rounds, hopper)
         route = self.route(need, max((batch.query_lens_host[b] for b in expanded), default=CUDNN_FROM))
         if route is not None:
             steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
@@ -204,7 +212,8 @@ class TritonTier(Tier):
         chosen, forms = set(expanded), ("mqa", "mha")
         report: dict[str, Any] = {"forms": [forms[b in chosen] for b in range(batch.num_requests)]}
         report |= {"route": route or "none", "rounds": len(steps.rounds)}
-        return steps, sizes, report | {"items": sum(r.items.shape[0] for r in steps.rounds)}
+        items = [r.units if isinstance(r, HopperRound) else r.items for r in steps.rounds]
+        return steps, sizes, report | {"hopper": hopper, "items": sum(x.shape[0] for x in items)}
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None

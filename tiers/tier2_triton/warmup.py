@@ -32,6 +32,9 @@ def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callab
     for tile in decode_tiles(need.arch, dot_dtype(need), need.L, need.R):
         for at_once in (1, 4, 16):
             found.append(lambda tile=tile, at_once=at_once: _absorb_nothing(need, tile, at_once))  # type: ignore[misc]
+    if tier.on_hopper(need):
+        for M in (16, 32, 64):
+            found += [lambda M=M, n=n: _decode_nothing(need, M, n) for n in (2, 16)]  # type: ignore[misc]
     lengths = [(1, 0)]
     if tier.route(need) is not None:
         for new in {expand_from(need) + 1, CUDNN_FROM}:  # fresh prompts, and some whose two parts are merged
@@ -64,6 +67,21 @@ def _absorb_nothing(need: Need, tile: Tile, at_once: int) -> None:
     pe, work, count = _new(need, 1, need.N, need.R), zeros[1:2], zeros[0, :2]
     decode(q_latent, pe, scale, data, zeros[:1, :1], count[:1], work, count, part, part_lse, need.softmax_scale, tile)
     combine(part, part_lse, work, count[1:], q_latent, lse, at_once)
+
+
+def _decode_nothing(need: Need, M: int, at_once: int) -> None:
+    """The Hopper kernels over lists that name no work; each length and each number of heads is the same variant."""
+    from tiers.tier2_triton.hopper.decode import decode
+
+    ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=need.device)
+    floats = lambda *shape: torch.empty(*shape, device=need.device)
+    data = torch.empty(1, need.page_size, need.L + need.R, dtype=need.layout.storage_dtype, device=need.device)
+    q_latent, q_pe = _new(need, 1, need.N, need.L), _new(need, 1, need.N, need.R)
+    decode(
+        q_latent, q_pe, data, ints(1, 1), ints(1), ints(1, 4), ints(2, 16), ints(1, 4), ints(1, 16),
+        floats(2 * M, need.L), floats(2 * M), torch.empty_like(q_latent), floats(1, need.N),
+        need.softmax_scale, M, at_once,
+    )  # fmt: skip
 
 
 def _attend(tier: "TritonTier", need: Need, tokens: int, context: int) -> None:

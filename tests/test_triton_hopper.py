@@ -1,0 +1,164 @@
+"""The Hopper kernels' work on the CPU: who shares which keys, which rows make a unit, and what is refused.
+
+The decode kernels themselves are Gluon, which has no interpreter: `test_triton_aot` compiles them, a GPU runs them.
+Axes: T tokens, N heads, U units, p parts.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from small_case import make_need
+from triton_here import DEVICE, require_triton
+
+require_triton()
+
+import tiers  # noqa: E402
+from mla.cache import FloatRows  # noqa: E402
+from mla.need import Need  # noqa: E402
+from tiers.tier2_triton import hopper_rounds  # noqa: E402
+from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
+from tiers.tier2_triton.hopper.combine import problem as combine_problem  # noqa: E402
+from tiers.tier2_triton.hopper.decode import as_rows, pool  # noqa: E402
+from tiers.tier2_triton.hopper.schedule import COST, FAR, problem, schedule, schedule_reference  # noqa: E402
+from tiers.tier2_triton.hopper_rounds import plan_hopper, rows_of_a_unit, why_not_hopper  # noqa: E402
+from tiers.tier2_triton.schedule import Piece  # noqa: E402
+
+SIZES = {"N": 16, "L": 512, "P": 12, "R": 64, "V": 10, "page_size": 64, "dtype": torch.bfloat16}
+
+
+def on_hopper(**fields) -> Need:
+    """A Need of an H200, planned on this machine."""
+    need = make_need(**(SIZES | {"device": DEVICE} | fields))
+    object.__setattr__(need, "arch", "sm_90")
+    return need
+
+
+def filled(size: str, parts: int | None, kernel) -> dict:
+    """The lists that a schedule writes for a problem, over so many parts."""
+    given = problem(size, torch.bfloat16, DEVICE).arguments
+    if parts is not None:
+        given["part"] = torch.zeros(parts, 16, dtype=torch.int32, device=DEVICE)
+    kernel(**given)
+    return {name: x.cpu() for name, x in given.items() if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.parametrize("parts", [None, 1, 3, 33, 66, 132])
+@pytest.mark.parametrize("size", ["toy", "real"])
+def test_the_kernel_shares_out_as_its_reference_does(size, parts):
+    found, expected = filled(size, parts, schedule), filled(size, parts, schedule_reference)
+    n = int(expected["place"][:, 0].max()) + 1
+    assert torch.equal(found["work"][: n + 1, :9], expected["work"][: n + 1, :9])
+    assert torch.equal(found["place"][:, 1], expected["place"][:, 1])
+    keyed = expected["place"][:, 1] > 0
+    assert torch.equal(found["place"][keyed], expected["place"][keyed])
+    assert torch.equal(found["part"][:, 9:11], expected["part"][:, 9:11])
+    busy = expected["part"][:, 10] > 0
+    assert torch.equal(found["part"][busy], expected["part"][busy])
+
+
+@pytest.mark.parametrize("parts", [1, 3, 9, 33, 66, 132])
+def test_every_block_is_somebodys_once_and_loads_are_alike(parts):
+    found = filled("toy", parts, schedule)
+    work, part, place = (found[name].tolist() for name in ("work", "part", "place"))
+    seen, loads = {}, []
+    for p, entry in enumerate(part):
+        which, count, first, last, stretch = entry[9:14]
+        loads.append(0)
+        for k in range(count):
+            blocks, start = work[which + k][3:5]
+            at = stretch - start
+            a, b = (first, last) if k == 0 else (0, blocks if at >= blocks else max(at, 0) // 2 * 2)
+            assert 0 <= a < b <= blocks
+            assert a % 2 == 0
+            loads[-1] += b - a + COST
+            for block in range(a, b):
+                assert (which + k, block) not in seen
+                seen[which + k, block] = p, a > 0
+    for entry, blocks, first, last in place:
+        if blocks:
+            owners = [seen[entry, block] for block in range(blocks)]
+            assert sorted({p for p, _ in owners}) == list(range(first, last + 1))
+            assert all(later == (p != first) for p, later in owners)  # slots 2 p + 1 and 2 p
+    assert len(seen) == sum(blocks for _, blocks, _, _ in place)
+    longest = max(blocks for _, blocks, _, _ in place)
+    assert max(loads) <= max(sum(loads) / parts + 2 * COST + 2, min(longest + COST, sum(loads)))
+
+
+def test_equal_requests_are_cut_alike_and_not_at_all_where_all_parts_have_one():
+    assert filled("real", 66, schedule)["part"][0, 13] == FAR  # 128 units, two for each part
+    cut = filled("real", 132, schedule)
+    assert (cut["place"][:, 2] == cut["place"][:, 3]).all()
+
+
+def test_a_unit_is_as_many_rows_as_all_requests_have_in_common():
+    assert rows_of_a_unit(16, [1, 1]) == 16
+    assert rows_of_a_unit(8, [1, 4]) == 32
+    assert rows_of_a_unit(128, [1, 1]) == 128
+    assert rows_of_a_unit(128, [2]) == 256
+    assert rows_of_a_unit(128, [1, 2]) == 64
+    assert rows_of_a_unit(128, [9]) == 64
+    assert rows_of_a_unit(20, [8]) == 192
+
+
+def test_a_round_lists_every_row_once_and_keys_in_no_unit_without_them(monkeypatch):
+    monkeypatch.setattr(hopper_rounds, "processors", lambda device: 132)
+    pieces = [Piece(0, 0, 4, 70, True), Piece(1, 4, 3, 0, True), Piece(0, 7, 2, 0, False)]
+    bounds = torch.tensor([67, 68, 69, 70, 0, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    step = plan_hopper(on_hopper(N=20), pieces, slice(0, 9), bounds, table)
+    assert step.M == 128
+    assert step.units.tolist() == [[0, 0, 80, 0], [1, 80, 60, 0], [0, 140, 40, 0]]
+    assert step.place[:, 1].tolist() == [2, 0, 0]
+    assert (step.work[0, 5], step.work[0, 6]) == (70, 67)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"dtype": torch.float16}, "dtype = torch.float16 has no Hopper kernel, which is for torch.bfloat16"),
+        ({"L": 256}, r"\(L, R\) = \(256, 64\) has no Hopper kernel"),
+        ({"page_size": 48}, "page_size = 48 does not hold whole blocks of 64 keys"),
+        ({"layout": FloatRows(512, 64, torch.float32)}, "a cache of float32 rows is not read by the Hopper kernels"),
+        ({"batch_invariant": True}, "batch_invariant = True needs borders at fixed places"),
+    ],
+)
+def test_refusals(fields, text):
+    assert why_not_hopper(on_hopper()) == []
+    (reason,) = why_not_hopper(on_hopper(**fields))
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(reason)
+
+
+def test_the_form_says_so_where_there_is_no_hopper():
+    reasons = tiers.get("triton:hopper").why_not(dataclasses.replace(make_need(**SIZES), device="cpu"))
+    assert any("arch = cpu has no Hopper kernel, which is for sm_90" in reason for reason in reasons)
+
+
+def test_a_pool_is_rows_of_equal_distance_or_refused():
+    engine = torch.zeros(5, 3, 64, 640, dtype=torch.bfloat16)
+    rows, apart = pool(engine[:, 1, :, :576])
+    assert (apart, rows.shape, rows.stride()) == (192, (4 * 192 + 64, 576), (640, 1))
+    with pytest.raises(ValueError, match=r"cache.data: expected rows that a descriptor can describe"):
+        pool(torch.zeros(4, 64, 577, dtype=torch.bfloat16)[..., :576])
+
+
+def test_queries_become_rows_and_are_copied_only_where_they_must():
+    whole = torch.randn(3, 4, 576).to(torch.bfloat16)
+    rows = as_rows(whole[..., 512:])
+    assert rows.data_ptr() == whole[..., 512:].data_ptr()
+    assert torch.equal(rows, whole[..., 512:].reshape(12, 64))
+    turned = torch.randn(4, 3, 64).to(torch.bfloat16).transpose(0, 1)
+    assert torch.equal(as_rows(turned), turned.reshape(12, 64))
+
+
+def test_the_reference_of_the_merge_weighs_by_the_lse():
+    given = combine_problem("toy", torch.float32, "cpu").arguments
+    combine_reference(**given)
+    slots = [1, 2, 4]  # parts 0 .. 2: its first began there
+    weights = torch.softmax(given["part_lse"][slots, 0] * 0.6931471805599453, 0)
+    expected = (weights[:, None] * given["part_out"][slots, 0]).sum(0)
+    assert torch.allclose(given["out"][0, 0], expected, rtol=0, atol=4 * 3 * 2.0**-24 * float(expected.abs().max()))
+    assert given["lse"][0, 1] == float("-inf")
+    assert given["out"][2].eq(0).all()
+    assert given["out"][1].isnan().all()
