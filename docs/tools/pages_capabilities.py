@@ -123,6 +123,10 @@ def pages() -> dict[str, str]:
         "`yes` means that the tier takes the layer once its package is there. It does not mean that somebody ran "
         "it on that "
         "machine: what was run is on the [dashboard](../results/dashboard.md).\n",
+        "`aiter` is a simulated contract; it was not run on AMD hardware. Its calls are checked on a CPU against a "
+        "simulator of AITER's documented arithmetic and of every check of arguments: the column `aiter (simulated)`. "
+        "Who has an MI300 or an MI350 makes the real column with `mla check aiter --suite full --device cuda --json "
+        "docs/results/check-aiter-full-mi300x.json`; the dashboard shows every record in that folder.\n",
         "## Machines\n",
         html_table(["tier", *(f"{m.name}<br>{m.arch}" for m in MACHINES), "needs"], rows),
     ]
