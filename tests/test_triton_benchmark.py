@@ -139,10 +139,12 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(capsys):
 def test_every_kernel_tells_its_story():
     program = (
         "import importlib, torch\n"
-        "from tiers.tier2_triton.aot_table import PACKAGE, kernel_names\n"
+        "from tiers.tier2_triton.aot_table import kernel_names, module_of\n"
         "from tiers.tier2_triton.benchmark import story_of\n"
         "for name in kernel_names():\n"
-        "    story = story_of(importlib.import_module(f'{PACKAGE}.{name}'))\n"
+        "    if name in ('hopper.seesaw', 'hopper.swap'):  # device code, told and launched by hopper.decode\n"
+        "        continue\n"
+        "    story = story_of(importlib.import_module(module_of(name)))\n"
         "    toy = story.problem('toy', torch.float32, 'cpu')\n"
         "    assert toy.outputs and set(toy.outputs) <= set(toy.arguments), name\n"
         "    assert toy.nbytes > 0, name\n"

@@ -102,7 +102,7 @@ BREAKS = {
     "outputs of a whole run": lambda nb: code(nb)[3].update(execution_count=None),
     "a figure": lambda nb: [cell.update(outputs=[o for o in cell.outputs if "data" not in o]) for cell in code(nb)],
     "at most 400000": lambda nb: code(nb)[0].outputs.append(stream("x" * 400_000)),
-    "a path of a machine": lambda nb: code(nb)[0].outputs.append(stream("see /home/somebody/file")),
+    "a path of a machine": lambda nb: code(nb)[0].outputs.append(stream("see /" + "home/somebody/file")),
     "an error or a warning": lambda nb: code(nb)[0].outputs.append(stream("careful", "stderr")),
     "a check after each exercise": lambda nb: [cell.update(outputs=[]) for cell in code(nb) if "check." in cell.source],
     "metadata": lambda nb: nb.metadata.update(language_info={"version": "3.11.7"}),

@@ -33,6 +33,8 @@ def _bench_head(record: Record) -> dict[str, str]:
     where, device, gpu = record["environment"], record["device"], record["gpu"]
     machine = f"{where['cpu']}, {where['cpus']} cpus, {where['threads']} threads; device {where['device']}"
     head = {"model": model_line(record["model"]), "machine": machine, "torch": where["torch"]}
+    if "interpreted" in (where.get("triton") or ""):
+        head["triton"] = f"{where['triton']}: times of its kernels say nothing of a GPU"
     if device:
         said = lambda name, unit: "-" if device[name] is None else f"{device[name]:.0f} {unit}"
         head["gpu"] = f"{device['name']} ({device['arch']}, {device['units']} units), driver {device['driver'] or '-'}"

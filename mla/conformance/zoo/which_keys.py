@@ -32,6 +32,10 @@ mask_always_causal (mask): The bound is the causal one whatever bounds the batch
 - batch.row_kv_lens[first:last].repeat_interleave(heads)
 + torch.arange(S - last + first + 1, S + 1).clamp(0, S).repeat_interleave(heads)
 
+mask_packed_tile_rounded_down (mask): Tiles of keys end with the last whole token of 20 packed rows (FlashInfer 0.6.18).
+- visible = inside & (at < bound[:, None])
++ whole = ((torch.arange(len(bound), device=at.device) // 20 + 1) * 20 // HEAD_BLOCK * HEAD_BLOCK - 1).clamp(0, len(bound) - 1); visible = inside & (at < bound[:, None]) & (at < -(-bound[whole] // TILE * TILE)[:, None])
+
 mask_context_ignored (mask, A10): New tokens see each other, but not the context before them.
 - start = split * length
 + start = max(split * length, S - (last - first))
@@ -171,4 +175,4 @@ offset_32_bits (offset, G1, large): Element offsets into the cache wrap at 2^31.
 memory_output_not_initialised (memory, C6): Rows that belong to no request are never written.
 - out = torch.zeros(T, N, L, dtype=wide, device=q_latent.device)
 + out = torch.empty(T, N, L, dtype=wide, device=q_latent.device)
-"""
+"""  # noqa: E501  an edit is one line, as long as it takes
