@@ -72,22 +72,25 @@ def tiers_of(settings: RunSettings) -> dict[str, Any]:
 
 
 @command(app, SETTINGS)
-def compare(run: Run) -> Outcome:
+def compare(run: Run, html: Annotated[str | None, options.HTML] = None) -> Outcome:
     """Replay a request trace through the tiers and hold every step against the float64 oracle.
 
     Exit code 0: all right; 1: a tier is wrong; 2: a tier refused, or bad usage.
     """
-    from mla.commands.output import progress
+    from mla.commands.output import check_target, progress
+    from mla.commands.page import write_page
     from mla.commands.records import model_record, replay_record
     from mla.commands.report import compare_blocks
     from mla.commands.resolve import model_of, replay_spec_of, requests_of
     from mla.serving.replay import replay
 
+    check_target(html, "--html")
     spec = replay_spec_of(run.settings, model_of(run.settings))
     (name, requests), found = requests_of(run.settings), tiers_of(run.settings)
     with progress("replay", "tokens") as tick:
         report = replay(spec, requests, list(found.values()), tick)
     record = replay_record(name, requests, model_record(run.settings, spec.config, spec.layout), report, list(found))
+    write_page(record, run.settings.device, html)
     return Outcome(record, compare_blocks, EXIT[record["status"]])
 
 

@@ -22,6 +22,7 @@ from mla.cli import app
 from mla.commands.check_record import compare_records
 from mla.commands.environment import invocation, triton_version
 from mla.commands.output import Finding, Grid, progress, show
+from mla.commands.page import bars
 from mla.commands.report import compare_blocks, ratio
 from mla.conformance import Case, spec, zoo
 from mla.settings import RunSettings
@@ -997,3 +998,34 @@ def test_an_exit_of_a_tier_and_a_lack_of_memory_are_sentences(capsys, error, tex
     assert capsys.readouterr().err.startswith(text)
     with pytest.raises(RuntimeError, match=r"^a bug$"), mla.commands.output.sentences():
         raise RuntimeError("a bug")
+
+
+def test_compare_writes_one_page_that_fetches_nothing_and_shows_what_the_table_shows(tmp_path, trace):
+    page = tmp_path / "page.html"
+    code, record, out = record_of(
+        tmp_path, "compare", "--trace", str(trace), "--tier", "naive:mqa", "--html", str(page)
+    )
+    text = page.read_text(encoding="utf-8")
+    assert code == 0
+    assert not re.search(r"https?://|<script|<link|src=", text)
+    (tier,) = record["tiers"]
+    for shown in (tier["name"], ratio(tier["out"]["used"]), ratio(tier["lse"]["used"])):
+        assert shown in out
+        assert text.count(shown) >= 2  # in the table and in a figure
+    assert f">{tier['cache_bytes_per_token']}<" in text
+    assert f">{tier['mha_bytes_per_token']}<" in text
+    assert text.count("<svg") == 2
+    assert record["environment"]["torch"] in text
+
+
+def test_a_page_shows_who_is_wrong():
+    right, wrong, none = (bars([("a", used, "x")], True) for used in (0.5, 1.5, None))
+    assert "--error)" not in right.partition("<line")[0]
+    assert "--error)" in wrong.partition("<line")[0]
+    assert "--error)" in none.partition("<line")[0]
+
+
+def test_where_a_page_cannot_be_written_is_said_before_the_run(tmp_path):
+    assert "--html: expected the path of a file to write" in sentence_of(
+        "compare", "--html", str(tmp_path / "no" / "x")
+    )

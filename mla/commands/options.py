@@ -96,3 +96,4 @@ REPEATS = typer.Option(metavar="N", min=1, help="Timed calls; two more warm up."
 TIMED = typer.Option("--level", metavar="attend|latent", help="Whole tiers, or their inner kernels alone.")
 GRAPH = typer.Option("--graph/--no-graph", help="--no-graph: time by events on a GPU, even what can be captured.")
 BATCHES = typer.Option("--batch", metavar="SPEC", help="Requests as COUNTqNEWsKEYS, such as 4q1s4k. May be repeated.")
+HTML = typer.Option(metavar="FILE", help="Write the comparison as one self-contained page.")
