@@ -27,7 +27,7 @@ table { border-collapse: collapse; font-size: .85rem; } .wide { overflow-x: auto
 th, td { border: 1px solid var(--line); padding: .25rem .5rem; text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; white-space: pre-line; } td:first-child, th:first-child { text-align: left; }
 dt { font-weight: 600; } dd { margin: 0 0 .4rem 0; } pre { white-space: pre-wrap; }
-svg { width: 100%; height: auto; font: 13px system-ui, sans-serif; fill: var(--ink); }
+svg { width: 100%; max-width: 46rem; height: auto; font: 13px system-ui, sans-serif; fill: var(--ink); }
 .ok { color: var(--heads); } .mismatch, .raised { color: var(--error); font-weight: 700; }
 """
 WIDTH, ROW, LEFT, RIGHT = 720, 26, 250, 110
