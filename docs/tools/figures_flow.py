@@ -3,15 +3,20 @@
 A sheet is 360 units wide, as a phone is, and every text has one size; colours are the site's CSS variables.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
+import torch
 from pages_benchmarks import tag
 from pages_capabilities import MACHINES, answers
 from pieces import ROOT, escape
 
-from mla.conformance.zoo import FAULTS, KINDS
+from mla.batch import AttentionBatch
+from mla.cache import slots_of
+from mla.oracle import oracle
 from mla.presets import preset
+from mla.state import AttentionState, merge
 
 WIDTH, SIZE, STEP = 360, 12.5, 16
 Point = tuple[float, float]
@@ -26,9 +31,15 @@ class Sheet:
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, words: str, at: str = "start", bold: bool = False, **more: object) -> None:
-        """Write one line; `at` says what x is: the start, middle or end of it."""
+        """Write one line, " x " as a sign of multiplication; `at` says what x is: the start, middle or end of it."""
         weight = {"font_weight": "bold"} if bold else {}
-        self.parts.append(tag("text", escape(words), x=float(x), y=float(y), text_anchor=at, **weight, **more))
+        said = escape(words.replace(" x ", " \u00d7 "))
+        self.parts.append(tag("text", said, x=float(x), y=float(y), text_anchor=at, **weight, **more))
+
+    def link(self, x: float, y: float, words: str, anchor: str) -> None:
+        """Write a line in its middle that leads to a section of the page."""
+        self.text(x, y, words, "middle", bold=True, text_decoration="underline")
+        self.parts[-1] = tag("a", self.parts[-1], href=f"#{anchor}")
 
     def rect(self, x: float, y: float, w: float, h: float, colour: str, fill: float = 0.2, **more: object) -> None:
         """Draw a rectangle in a colour of the site, its inside at opacity `fill`."""
@@ -74,7 +85,7 @@ class Sheet:
 
 def shape(*sizes: object) -> str:
     """Return sizes as a reader writes them."""
-    return " × ".join(str(size) for size in sizes)
+    return " x ".join(str(size) for size in sizes)
 
 
 def data_flow() -> Sheet:
@@ -83,11 +94,11 @@ def data_flow() -> Sheet:
     s = Sheet(
         "data-flow",
         "One layer of DeepSeek-V3, every matrix and shape",
-        "Hidden states become a query latent, a KV latent and a position key; the last two are cached. The absorbed and "
-        "the expanded form lead to the same output.",
-        690,
+        "Hidden states become a query latent, a KV latent and a position key; the last two are cached. The absorbed "
+        "and the expanded form lead to the same output.",
+        680,
     )
-    s.box(4, 4, 352, 26, "grey", [f"hidden  {shape('T', c.H)}"])
+    s.box(4, 4, 352, 26, "grey", [f"hidden, {shape('T', c.H)}"])
     for x, name, width, then in ((24, "W_DQ", c.Lq, "norm"), (160, "W_DKV", c.L, "norm"), (278, "W_KR", c.R, "rotate")):
         s.arrow([(x, 30), (x, 94)])
         for i, words in enumerate((name, shape(c.H, width), then)):
@@ -125,12 +136,129 @@ def data_flow() -> Sheet:
         s.text(x + 86, 326, f"{name} form", "middle", bold=True)
         for i, (colour, lines) in enumerate(steps):
             s.box(x, 334 + i * 60, 173, 42, colour, lines)
-            s.arrow([(x + 86, 376 + i * 60), (x + 86, 394 + i * 60)])
-    s.text(180, 592, f"W_O {shape(c.N, c.V, c.H)}", "middle", bold=True)
-    s.line([(90, 574), (90, 604), (269, 604), (269, 574)])
-    s.arrow([(180, 604), (180, 622)])
-    s.box(4, 622, 352, 26, "grey", [f"hidden  {shape('T', c.H)}"])
+            if i < len(steps) - 1:
+                s.arrow([(x + 86, 376 + i * 60), (x + 86, 394 + i * 60)])
+    s.text(180, 590, f"W_O {shape(c.N, c.V, c.H)}", "middle", bold=True)
+    s.line([(90, 556), (90, 600), (269, 600), (269, 556)])
+    s.arrow([(180, 600), (180, 622)])
+    s.box(4, 622, 352, 26, "grey", [f"hidden, {shape('T', c.H)}"])
     s.text(180, 670, "T new tokens, S cached ones", "middle")
+    return s
+
+
+def pages() -> Sheet:
+    """Two requests, their block tables, and the pool with every slot."""
+    lens, table, size, pool = {"A": 6, "B": 3}, {"A": [3, 1], "B": [4, 0]}, 4, 5
+    batch = AttentionBatch.bottom_right(
+        [*lens.values()], [*lens.values()], [*table.values()], page_size=size, num_pages=pool
+    )
+    names = [f"{request}{i}" for request, n in lens.items() for i in range(n)]
+    owner = dict(zip(batch.slot_mapping.tolist(), names, strict=True))
+    s = Sheet(
+        "pages",
+        "Tokens, block tables, pages and slots",
+        "; ".join(f"{token} lies in slot {slot}" for slot, token in owner.items()) + ". All other slots hold NaN.",
+        388,
+    )
+    fill = {"A": 0.5, "B": 0.12}
+    column = lambda page: 8 + page * 70.0
+    for (request, n), left in zip(lens.items(), (8.0, 254.0), strict=True):
+        s.text(left, 16, f"request {request}", bold=True)
+        for i in range(n):
+            s.rect(left + 30 * i, 24, 30, 24, "latent", fill[request])
+            s.text(left + 15 + 30 * i, 40.5, f"{request}{i}", "middle")
+        s.text(left, 74, "block table")
+        used = -(-n // size)
+        for i, page in enumerate(table[request]):
+            x, live = left + 34 * i, i < used
+            s.rect(x, 82, 34, 24, "latent" if live else "grey", fill[request] if live else 0.0,
+                   **({} if live else {"stroke_dasharray": "3 3"}))  # fmt: skip
+            s.text(x + 17, 98.5, str(page) if live else "-", "middle", bold=live)
+            if live:
+                s.arrow([(x + 17, 106), (column(page) + 32, 164)], "latent")
+    for page in range(pool):
+        x = column(page)
+        s.text(x + 32, 180, f"page {page}", "middle", bold=True)
+        for place in range(size):
+            slot, y = page * size + place, 188.0 + 32 * place
+            token = owner.get(slot)
+            s.rect(x, y, 64, 32, "latent" if token else "grey", fill[token[0]] if token else 0.0)
+            s.text(x + 7, y + 20.5, token or "NaN", bold=bool(token), **({} if token else {"opacity": "0.6"}))
+            s.text(x + 58, y + 20.5, str(slot), "end", **({} if token else {"opacity": "0.6"}))
+    i = lens["A"] - 1
+    slot = slots_of(batch.block_table[0], i, i + 1, size).item()
+    page, place = table["A"][i // size], i % size
+    s.text(8, 340, f"A{i}: block table entry {i} // {size} = {i // size} says page {page},")
+    s.text(8, 357, f"place {i} % {size} = {place}, so slot {page} · {size} + {place} = {slot}")
+    s.text(8, 380, "right in a cell: its slot; NaN: never written", opacity="0.8")
+    return s
+
+
+def tree_states() -> list[list[tuple[str, AttentionState]]]:
+    """Return the levels of the merge tree: four states over 3 of 12 keys each, two of them, one; and all keys at once.
+
+    A state has out (1, 1, V) and lse (1, 1), float64. Raises AssertionError where the tree misses the whole by 1e-12.
+    """
+    c, keys, rows = preset("toy"), 12, 3
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *sizes: torch.randn(*sizes, dtype=torch.float64, generator=g)
+    q, cache, up = (
+        (draw(1, 1, c.P), draw(1, 1, c.R)),
+        (draw(keys, c.L), draw(keys, c.R)),
+        (draw(c.L, 1, c.P), draw(c.L, 1, c.V)),
+    )
+
+    def over(first: int, last: int) -> AttentionState:
+        part = [x[first:last] for x in cache]
+        return AttentionState(
+            *oracle(*q, *part, up[0] / c.L**0.5, up[1], torch.tensor([last - first]), c.softmax_scale)
+        )
+
+    level = [(f"keys {a} to {a + rows - 1}", over(a, a + rows)) for a in range(0, keys, rows)]
+    levels = [level]
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], strict=True)
+        level = [(f"{a.rsplit(' ', 1)[0]} {b.rsplit(' ', 1)[1]}", merge(x, y)) for (a, x), (b, y) in pairs]
+        levels.append(level)
+    whole = over(0, keys)
+    assert float((whole.out - level[0][1].out).abs().max()) < 1e-12
+    assert float((whole.lse - level[0][1].lse).abs().max()) < 1e-12
+    return [*levels, [("all at once", whole)]]
+
+
+def merge_tree() -> Sheet:
+    """Twelve keys in four splits, merged pair by pair, with the logarithms and weights of one head."""
+    levels = tree_states()
+    lse = lambda state: float(state.lse.item())
+    s = Sheet(
+        "merge-tree",
+        "Four partial states become one",
+        f"Twelve keys in four parts. Their logarithms {', '.join(f'{lse(x):.2f}' for _, x in levels[0])}"
+        f" weigh them; the merged one, {lse(levels[2][0][1]):.2f}, is that of all keys at once.",
+        370,
+    )
+    for k in range(12):
+        x = 4 + 90 * (k // 3) + 27.3 * (k % 3)
+        s.rect(x, 22, 27.3, 24, "latent", 0.35)
+        s.text(x + 13.6, 38.5, str(k), "middle")
+    s.text(4, 14, "12 keys in 4 splits")
+    centres = [[45 + 90 * i for i in range(4)], [90, 270], [180]]
+    for depth, (level, y) in enumerate(zip(levels[:3], (74, 176, 278), strict=True)):
+        for i, (name, state) in enumerate(level):
+            x, w = centres[depth][i], 82 if depth == 0 else 104
+            s.box(x - w / 2, y, w, 42, "per-head", [name, f"lse {lse(state):.2f}"])
+            if depth == 0:
+                s.arrow([(x, 46), (x, 72)])
+                continue
+            for side, at in ((0, -1), (1, 1)):
+                share = math.exp(lse(levels[depth - 1][2 * i + side][1]) - lse(state))
+                top = centres[depth - 1][2 * i + side]
+                s.arrow([(top, y - 60), (top, y - 34), (x + at * 14, y - 34), (x + at * 14, y - 1)])
+                s.text(x + at * 20, y - 15, f"{share:.2f}", "end" if at < 0 else "start", bold=True)
+    s.text(244, 296, "all 12 at once:")
+    s.text(244, 312, f"lse {lse(levels[3][0][1]):.2f}", bold=True)
+    s.text(4, 344, "On the arrows: the weight of a state when merged,")
+    s.text(4, 361, "e to its lse minus the merged lse. A pair adds up to 1.")
     return s
 
 
@@ -139,8 +267,8 @@ def tier_ladder() -> Sheet:
     s = Sheet(
         "tier-ladder",
         "The tiers, from slow and plain to fast",
-        "Every tier stands on the same contract and is held against the same float64 oracle. Chips name machines: solid "
-        "where the tier takes a DeepSeek-V3 layer, dashed where it refuses.",
+        "Every tier stands on the same contract and is held against the same float64 oracle. Chips name machines: "
+        "solid where the tier takes a DeepSeek-V3 layer, dashed where it refuses.",
         474,
     )
     takes = {m.name: {tier: not no for tier, (no, _) in answers(m, {}).items()} for m in MACHINES}
@@ -163,7 +291,7 @@ def tier_ladder() -> Sheet:
                 x = 78.0
             for machine in MACHINES:
                 label = machine.name.removeprefix("Laptop ")
-                w, yes = 8 + 7.6 * len(label), takes[machine.name][name]
+                w, yes = 9 + 7.8 * len(label), takes[machine.name][name]
                 s.rect(x, y + 44 + 28 * i, w, 21, "per-head" if yes else "grey", 0.3 if yes else 0.0, rx="4",
                        **({} if yes else {"stroke_dasharray": "3 3"}))  # fmt: skip
                 s.text(x + w / 2, y + 59 + 28 * i, label, "middle", **({} if yes else {"opacity": "0.65"}))
@@ -179,7 +307,7 @@ def tier_ladder() -> Sheet:
     return s
 
 
-# question, section of the page, kinds of the planted faults that lie there
+# question, section of the page, kinds of fault that it is about
 QUESTIONS = (
     (("raised, or a wrong", "shape or dtype?"), "", ("form",)),
     (("not finite, in rows", "without keys only?"), "Empty rows", ("empty",)),
@@ -205,12 +333,11 @@ def decision_tree() -> Sheet:
     s = Sheet(
         "decision-tree",
         "What to ask first when the numbers are wrong",
-        "Nine questions from top to bottom; the first yes names the section to read and the kinds of fault that the suite "
-        "plants there.",
+        "Nine questions from top to bottom; the first yes names the section to read and the kinds of fault "
+        "that it is about.",
         0,
     )
     anchors = sections("how-to/debug-a-mismatch.md")
-    counted = {kind: sum(f.kind == kind for f in FAULTS.values()) for kind in KINDS}
     s.box(4, 4, 150, 28, "grey", ["mla check mine.py"])
     for i, (lines, section, kinds) in enumerate(QUESTIONS):
         y = 52.0 + 66 * i
@@ -220,17 +347,17 @@ def decision_tree() -> Sheet:
             s.text(79, y + 20 + STEP * j, words, "middle")
         s.arrow([(154, y + 23), (190, y + 23)], "error")
         s.text(169, y + 17, "yes", "middle")
-        planted = ", ".join(kinds)
         s.rect(190, y, 166, 46, "error", 0.1, rx="4")
-        s.text(273, y + 36, f"{planted} ({sum(counted[kind] for kind in kinds)})", "middle")
-        link = tag("text", escape(section or "Read the sentence"), x=273.0, y=y + 19, text_anchor="middle", font_weight="bold")
-        s.parts.append(tag("a", link, href=f"#{anchors[section]}") if section else link)
+        s.text(273, y + 36, ", ".join(kinds), "middle")
+        if section:
+            s.link(273, y + 19, section, anchors[section])
+        else:
+            s.text(273, y + 19, "Read the sentence", "middle", bold=True)
     y = 52.0 + 66 * len(QUESTIONS)
     s.arrow([(79, y - 20), (79, y)])
-    last = tag("text", "When nothing fits", x=79.0, y=y + 18, text_anchor="middle", font_weight="bold")
     s.rect(4, y, 150, 28, "grey", 0.1, rx="4")
-    s.parts.append(tag("a", last, href=f"#{anchors['When nothing fits']}"))
-    s.text(190, y + 12, "kinds as mla check names")
-    s.text(190, y + 28, "them (faults planted)")
+    s.link(79, y + 18, "When nothing fits", anchors["When nothing fits"])
+    s.text(190, y + 12, "2nd line: kinds of fault, in")
+    s.text(190, y + 28, "the words of mla check")
     s.height = int(y + 36)
     return s
