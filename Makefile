@@ -53,7 +53,7 @@ docs-serve: $(VENV)/.docs  ## build the site and serve it on this machine
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 site-test: $(VENV)/.docs $(VENV)/.site $(VENV)/.test  ## open every page in Chromium (apt-get install chromium)
-	MLA_SITE=1 $(BIN)/python -m pytest tests/test_site.py $(ARGS)
+	MLA_SITE=1 $(BIN)/python -m pytest tests/test_site.py tests/test_explorables.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
