@@ -66,11 +66,11 @@ def why_not_graph(need: Need) -> list[str]:
 
 
 def alone(need: Need) -> bool:
-    """Whether each token must be a request of its own, since the library would lose keys.
+    """Whether each token must be a request of its own, since the library may lose keys.
 
-    Its kernels round the last key of a packed tile of 128 rows down to whole tokens, so where heads do not divide 128 a
-    token that a tile begins with loses the key that opens a block of 64. Seen on an H200 with fa3, 96 heads, 2 new
-    tokens, 65 keys, 0.6.18.post1.
+    Seen on an H200, 0.6.18.post1, fa3: of 96 heads, 2 new tokens over 65 keys lose the last key, and so does a query of
+    17; of 16 and 128 heads they do not. It looks as if the last key of a packed tile of 128 rows were rounded down to whole
+    tokens, which shows where heads do not divide 128 and a key opens a block of 64.
     """
     return need.mask == "causal" and PACKED % need.N != 0
 
