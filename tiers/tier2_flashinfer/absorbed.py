@@ -69,8 +69,8 @@ def alone(need: Need) -> bool:
     """Whether each token must be a request of its own, since the library may lose keys.
 
     Seen on an H200, 0.6.18.post1, fa3: of 96 heads, 2 new tokens over 65 keys lose the last key, and so does a query of
-    17; of 16 and 128 heads they do not. It looks as if the last key of a packed tile of 128 rows were rounded down to whole
-    tokens, which shows where heads do not divide 128 and a key opens a block of 64.
+    17; of 16 and 128 heads they do not. It looks as if the last key of a packed tile of 128 rows were rounded down to
+    whole tokens, which shows where heads do not divide 128 and a key opens a block of 64.
     """
     return need.mask == "causal" and PACKED % need.N != 0
 
