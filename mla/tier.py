@@ -4,6 +4,8 @@ Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -172,6 +174,18 @@ def plan(tier: Tier, need: Need, batch: AttentionBatch, into: Plan | None = None
     check_equal("into.tier", into.tier, tier.name, "make a new plan for each tier")
     into.batch, into.steps = batch, None  # whoever forgets to fill the steps shall not get those of an earlier batch
     return into
+
+
+@contextmanager
+def kept_on_failure(into: Plan | None) -> Iterator[None]:
+    """Give a plan that is being refilled its batch, steps, sizes and report back where the body raises."""
+    before = None if into is None else (into.batch, into.steps, into.sizes, into.report)
+    try:
+        yield
+    except Exception:
+        if into is not None and before is not None:
+            into.batch, into.steps, into.sizes, into.report = before
+        raise
 
 
 def check_attend(q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None) -> None:

@@ -953,3 +953,10 @@ def test_tokens_of_heads_that_do_not_divide_a_packed_tile_are_requests_of_their_
     if requests == 5:
         assert [p.keys for p in pieces] == [63, 64, 65, 65, 66]
     case.check(tier.attend(case.q, case.cache, tier.prepare(case.up, case.need), plan))
+
+
+def test_attend_refuses_gradients():
+    case = make_case([1], [5])
+    case.q = case.q._replace(nope=case.q.nope.clone().requires_grad_())
+    with pytest.raises(ValueError, match="requires_grad: expected no gradients through flashinfer"):
+        case.run(flashinfer())

@@ -155,3 +155,10 @@ def test_elsewhere_the_installed_one_refuses_with_device_and_package(monkeypatch
     reasons = " ".join(tiers.get("flashmla").why_not(make_need(**SIZES)))
     assert "sgl-flash-mla cannot be loaded: OSError: undefined symbol" in reasons
     tier2_flashmla._moved.cache_clear()
+
+
+def test_attend_refuses_gradients():
+    case = case_of([1], [5])
+    case.q = case.q._replace(nope=case.q.nope.clone().requires_grad_())
+    with pytest.raises(ValueError, match="requires_grad: expected no gradients through flashmla"):
+        case.run(tier)

@@ -16,7 +16,7 @@ from mla.cache import CacheSpec, FloatRows, PagedLatentCache
 from mla.need import Capacity
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
-from mla.tier import Plan, deliver, refuse
+from mla.tier import Plan, deliver, kept_on_failure, refuse
 
 ROOMY = Capacity(max_requests=6, max_tokens=64, max_query_len=32, max_seq_len=64)
 PAGED = [name for name in TIERS if name.startswith("paged")]
@@ -444,3 +444,18 @@ def test_plan_names_what_is_no_need_batch_or_plan(at):
     given[at] = "x"
     with pytest.raises(TypeError, match=f"{('need', 'batch', 'into')[at]}: expected a .*, got str"):
         tiers.get("paged").plan(*given)
+
+
+def test_a_plan_keeps_what_it_had_where_its_refill_fails():
+    case = make_case([1], [5])
+    plan = tiers.get("paged").plan(case.need, case.batch)
+    before = (plan.batch, plan.steps, plan.sizes, plan.report)
+
+    @kept_on_failure(plan)
+    def refill():
+        plan.batch, plan.steps, plan.sizes, plan.report = None, None, {}, {}
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        refill()
+    assert all(a is b for a, b in zip(before, (plan.batch, plan.steps, plan.sizes, plan.report), strict=True))

@@ -118,6 +118,7 @@ class FlashMLATier(Tier):
         """
         check_attend(q, cache, prepared, plan, out)
         check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
+        refuse_gradients("flashmla", q.nope, q.pe)
         W_UK, W_UV = prepared.data["W_UK"], prepared.data["W_UV"]
         q_latent = torch.bmm(q.nope.transpose(0, 1), W_UK).transpose(0, 1)
         found = self.attend_latent(q_latent, q.pe, cache, prepared, plan)

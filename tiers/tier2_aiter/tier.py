@@ -21,7 +21,17 @@ from mla.need import Need, refuse_features
 from mla.projections import Query, UpProjection
 from mla.ragged import RaggedSteps, attend_ragged, plan_ragged, prepare_ragged, ragged_sizes
 from mla.state import AttentionState
-from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
+from mla.tier import (
+    Plan,
+    Prepared,
+    Tier,
+    check_attend,
+    deliver,
+    kept_on_failure,
+    plan,
+    prepare,
+    refuse_gradients,
+)
 from tiers.tier2_aiter.decode import (
     DecodeCall,
     attend_decode,
@@ -147,14 +157,9 @@ class AiterTier(Tier):
         if need.graph_capture and into is not None and mine and into.steps.tokens != batch.num_tokens:
             expected, got = f"{into.steps.tokens} tokens, as captured", str(batch.num_tokens)
             raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
-        before = None if into is None else (into.batch, into.steps, into.sizes, into.report)
-        result = plan(self, need, batch, into)
-        try:
+        with kept_on_failure(into):
+            result = plan(self, need, batch, into)
             self._fill(result)
-        except Exception:
-            if into is not None and before is not None:
-                into.batch, into.steps, into.sizes, into.report = before
-            raise
         return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 
     def _fill(self, result: Plan) -> None:

@@ -23,7 +23,17 @@ from mla.need import Need, refuse_features
 from mla.projections import Query, UpProjection
 from mla.ragged import RaggedCall, RaggedSteps, Sizes, attend_ragged, plan_ragged, prepare_ragged, refuse_ragged
 from mla.state import AttentionState, merge
-from mla.tier import Plan, Prepared, Tier, check_attend, deliver, plan, prepare, refuse_gradients
+from mla.tier import (
+    Plan,
+    Prepared,
+    Tier,
+    check_attend,
+    deliver,
+    kept_on_failure,
+    plan,
+    prepare,
+    refuse_gradients,
+)
 from tiers.tier2_flashinfer.absorbed import Round, absorbed_sizes, attend_round, plan_rounds, why_not_graph
 from tiers.tier2_flashinfer.library import (
     WORKSPACE_BYTES,
@@ -182,14 +192,9 @@ class FlashInferTier(Tier):
         if old is not None and old.tokens not in (0, batch.num_tokens):
             expected, got = f"{old.tokens} tokens, as captured", str(batch.num_tokens)
             raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
-        before = None if into is None else (into.batch, into.steps)
-        result = plan(self, need, batch, into)
-        try:
+        with kept_on_failure(into):
+            result = plan(self, need, batch, into)
             result.steps, result.sizes, result.report = self._steps(need, batch, old)
-        except Exception:
-            if into is not None and before is not None:
-                into.batch, into.steps = before
-            raise
         return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 
     def _steps(self, need: Need, batch: AttentionBatch, old: Round | None) -> tuple[Steps, Sizes, dict[str, object]]:
@@ -222,6 +227,7 @@ class FlashInferTier(Tier):
         check_attend(q, cache, prepared, plan, out)
         check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
         check_aligned(cache)
+        refuse_gradients("flashinfer", q.nope, q.pe)
         need, steps, T = plan.need, plan.steps, plan.batch.num_tokens
         whole = q.nope.new_empty(T, need.N, need.V, dtype=need.out_dtype)
         lse = q.nope.new_empty(T, need.N, dtype=torch.float32)

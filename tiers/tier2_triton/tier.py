@@ -33,6 +33,7 @@ from mla.tier import (
     Tier,
     check_attend,
     deliver,
+    kept_on_failure,
     latent_state,
     plan,
     prepare,
@@ -179,14 +180,9 @@ class TritonTier(Tier):
         if need.graph_capture and old and old[0].tokens not in (0, batch.num_tokens):
             expected, got = f"{old[0].tokens} tokens, as captured", str(batch.num_tokens)
             raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
-        before = None if into is None else (into.batch, into.steps)
-        result = plan(self, need, batch, into)
-        try:
+        with kept_on_failure(into):
+            result = plan(self, need, batch, into)
             result.steps, result.sizes, result.report = self._steps(need, batch, old)
-        except Exception:
-            if into is not None and before is not None:
-                into.batch, into.steps = before
-            raise
         return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 
     def _steps(
@@ -226,8 +222,8 @@ class TritonTier(Tier):
         check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
         refuse_gradients("triton", q.nope, q.pe)
         need, steps = plan.need, plan.steps
-        missing = {"W_UK"} | ({"expanded_W_UK"} if steps.expanded is not None else set()) - set(prepared.data)
-        if missing - set(prepared.data):
+        wanted = {"W_UK"} if steps.expanded is None else {"W_UK", "expanded_W_UK"}
+        if wanted - set(prepared.data):
             expected, got = f"what {self.name} prepares", f"{sorted(prepared.data)} of another tier"
             raise bad("prepared", expected=expected, got=got, fix="prepare with the tier that attends")
         chunks = steps.expanded is not None and bool(steps.expanded.sizes)

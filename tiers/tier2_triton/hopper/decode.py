@@ -16,9 +16,7 @@ from mla.errors import bad
 from tiers.tier2_triton.hopper.combine import combine
 from tiers.tier2_triton.hopper.seesaw import _seesaw_kernel
 from tiers.tier2_triton.hopper.swap import _swap_kernel
-
-FEW_ROWS = 32  # of a unit that `swap` takes
-MOST_TILES = 4  # of a unit that `seesaw` takes, side by side
+from tiers.tier2_triton.hopper_rounds import FEW_ROWS, TILE
 
 
 def decode(
@@ -48,7 +46,7 @@ def decode(
     Raises ValueError for a cache whose rows cannot be described.
     """
     N, page = q_latent.shape[1], data.shape[1]
-    few, width = M <= FEW_ROWS, min(M, 64)
+    few, width = M <= FEW_ROWS, min(M, TILE)
     rows, page_rows = pool(data)
     q_rows, pe_rows = as_rows(q_latent), as_rows(q_pe)
     descriptors = (tile(q_rows, width, 256), tile(pe_rows, width, 64), tile(rows, 64, 256), tile(rows, 64, 64))
@@ -57,7 +55,7 @@ def decode(
     if few:
         _swap_kernel[(part.shape[0],)](*descriptors, *lists, *results, N, M, 2, page, num_warps=4)
     else:
-        tiles = M // 64
+        tiles = M // TILE
         _seesaw_kernel[(part.shape[0] * tiles,)](*descriptors, *lists, *results, N, tiles, page, num_warps=4)
     combine(part_out, part_lse, units, place, out, lse, M, at_once)
 
