@@ -14,9 +14,11 @@ from triton_here import DEVICE, require_triton
 require_triton()
 
 import tiers  # noqa: E402
+from mla.batch import AttentionBatch  # noqa: E402
 from mla.cache import FloatRows  # noqa: E402
 from mla.need import Need  # noqa: E402
 from tiers.tier2_triton import hopper_rounds  # noqa: E402
+from tiers.tier2_triton.absorbed import plan_absorbed  # noqa: E402
 from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
 from tiers.tier2_triton.hopper.combine import problem as combine_problem  # noqa: E402
 from tiers.tier2_triton.hopper.decode import as_rows, pool  # noqa: E402
@@ -111,6 +113,22 @@ def test_a_round_lists_every_row_once_and_keys_in_no_unit_without_them(monkeypat
     assert step.units.tolist() == [[0, 0, 80, 0], [1, 80, 60, 0], [0, 140, 40, 0]]
     assert step.place[:, 1].tolist() == [2, 0, 0]
     assert (step.work[0, 5], step.work[0, 6]) == (70, 67)
+
+
+def test_a_refilled_plan_lists_the_new_batch_with_nothing_of_the_old(monkeypatch):
+    """What a graph was captured for is filled again in place; else the lists of the old step have another size."""
+    monkeypatch.setattr(hopper_rounds, "processors", lambda device: 132)
+    batch = lambda lens, pages: AttentionBatch.bottom_right(
+        [1] * len(lens), lens, pages, page_size=64, num_pages=16, device=DEVICE
+    )
+    need = on_hopper(N=64)
+    old = plan_absorbed(need, batch([70, 3, 200], [[0, 1], [2], [3, 4, 5, 6]]), range(3), None, True)
+    (step,) = plan_absorbed(need, batch([130], [[9, 8, 7]]), range(1), old, True)
+    assert step.units.tolist() == [[0, 0, 64, 0]]
+    assert step.row_kv_lens.tolist() == [130]
+    assert step.block_table.tolist() == [[9, 8, 7]]
+    assert step.work[0, :8].tolist() == [0, 0, 64, 3, COST, 130, 130, 9]
+    assert old[0].row_kv_lens.tolist() == [70, 3, 200]
 
 
 @pytest.mark.parametrize(

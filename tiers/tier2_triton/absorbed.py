@@ -105,11 +105,10 @@ def plan_absorbed(
         groups = [[p for g in groups for p in g]]
     before = old[0] if old else None
     if hopper:
-        assert not isinstance(before, Round)
-        table = batch.block_table
-        return [plan_hopper(need, _within(g), *_rows(need, batch, g), table, before) for g in groups]
-    assert not isinstance(before, HopperRound)
+        again = before if need.graph_capture and isinstance(before, HopperRound) else None
+        return [plan_hopper(need, _within(g), *_rows(need, batch, g), batch.block_table, again) for g in groups]
     if need.graph_capture:
+        assert not isinstance(before, HopperRound)
         return [_fixed_round(need, batch, groups[0], tile, before)]
     return [_round(need, batch, group, tile) for group in groups]
 
