@@ -153,19 +153,20 @@ def attend_round(
     need, dtype, t = plan.need, dot_dtype(plan.need), step.tokens
     nope, pe = q.nope[step.rows], q.pe[step.rows]
     W_UK, W_UV = data["W_UK"], data["W_UV"]
+    scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
+    own = scale is not None or not nope.dtype == W_UK.dtype == W_UV.dtype == dtype
+    wide = scale is not None and need.out_dtype in (torch.float32, torch.float64)
     if isinstance(step, HopperRound):
         q_latent, latent = (plan.scratch(n, (t, need.N, need.L), dtype) for n in ("q_latent", "latent"))
-        own = not nope.dtype == W_UK.dtype == W_UV.dtype
         return ops.attend_hopper(
             nope, pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.place, step.part,
-            W_UK, W_UV, *_cut_states(step, plan), q_latent, latent, need.softmax_scale, own, step.M, step.at_once,
+            W_UK, W_UV, *_cut_states(step, plan), q_latent, latent, scale, need.softmax_scale, own, wide, step.M,
+            step.at_once,
         )  # fmt: skip
     _, keys, warps, stages = step.tile
     part, part_lse = _partial_states(step, plan)
     q_latent, latent = (plan.scratch(n, (need.N, t, need.L), dtype) for n in ("q_latent", "latent"))
-    scale = plan.scratch("row_scale", (t, need.N), torch.float32) if dtype == torch.float16 else None
-    own = step.invariant or scale is not None or not nope.dtype == W_UK.dtype == W_UV.dtype == dtype
-    wide = scale is not None and need.out_dtype in (torch.float32, torch.float64)
+    own |= step.invariant
     return ops.attend_absorbed(
         nope, pe, cache.data, step.block_table, step.row_kv_lens, step.items, step.merges, step.counts, W_UK, W_UV,
         part, part_lse, q_latent, latent, scale, need.softmax_scale, own, wide, step.at_once, keys, warps, stages,

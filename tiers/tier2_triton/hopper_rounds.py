@@ -22,7 +22,7 @@ from tiers.tier2_triton.schedule import Piece
 
 FEW_ROWS, TILE, MOST_TILES = 32, 64, 4
 ROWS = (512, 64)
-DTYPES = (torch.bfloat16,)
+DTYPES, SMALL_PAGES = (torch.bfloat16, torch.float16), (16, 32)
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -60,9 +60,9 @@ def why_not_hopper(need: Need) -> list[str]:
     if not isinstance(need.layout, FloatRows) or need.layout.dtype != need.dtype:
         found = f"a cache of {need.layout.name} rows is not read by the Hopper kernels for queries of {need.dtype}"
         reasons.append(f"{found}; use FloatRows of the queries' dtype, or form = 'mqa'.")
-    if need.page_size % TILE:
-        found = f"page_size = {need.page_size} does not hold whole blocks of {TILE} keys"
-        reasons.append(f"{found}, which the Hopper kernels read; use a multiple of {TILE}, or form = 'mqa'.")
+    if need.page_size % TILE and need.page_size not in SMALL_PAGES:
+        found = f"page_size = {need.page_size} neither holds whole blocks of {TILE} keys nor is 16 or 32"
+        reasons.append(f"{found}, as the Hopper kernels need; use such pages, or form = 'mqa'.")
     if need.batch_invariant:
         reasons.append("batch_invariant = True needs borders at fixed places; use form = 'invariant'.")
     return reasons
@@ -129,7 +129,8 @@ def hopper_sizes(need: Need, rounds: Sequence[HopperRound], tokens: int) -> Size
         states = 2 * processors(need.device) * TILE
     queries = ((tokens * need.N, need.L), need.dtype)
     sizes: Sizes = {"part": ((states, need.L), torch.float32), "part_lse": ((states,), torch.float32)}
-    return sizes | {"q_latent": queries, "latent": queries}
+    sizes |= {"q_latent": queries, "latent": queries}
+    return sizes | ({"row_scale": ((tokens * need.N,), torch.float32)} if need.dtype == torch.float16 else {})
 
 
 def _units(pieces: list[Piece], N: int, M: int) -> np.ndarray:

@@ -137,7 +137,9 @@ def _(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q_nope.new_empty(T, N, W_UV.shape[2], dtype=out_dtype), q_nope.new_empty(T, N, dtype=torch.float32)
 
 
-@torch.library.custom_op("mla_triton::attend_hopper", mutates_args=("part_out", "part_lse", "q_latent", "latent"))
+@torch.library.custom_op(
+    "mla_triton::attend_hopper", mutates_args=("part_out", "part_lse", "q_latent", "latent", "row_scale")
+)
 def attend_hopper(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -154,32 +156,36 @@ def attend_hopper(
     part_lse: Tensor,
     q_latent: Tensor,
     latent: Tensor,
+    row_scale: Tensor | None,
     softmax_scale: float,
     own_products: bool,
+    wide: bool,
     M: int,
     at_once: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same by the Hopper kernels: out (T, N, V) in q_nope's dtype and lse (T, N) float32.
+    """The same by the Hopper kernels: out (T, N, V) in q_nope's dtype, `wide` in float32, and lse (T, N) float32.
 
     units (U, 4), work (U + 1, 16), place (U, 4) and part (p, 16) int32 are those of `hopper.schedule` for units of M
-    rows; scratch part_out (2 p M, L) and part_lse (2 p M,) float32, q_latent and latent (T, N, L); the rest is as in
-    `attend_absorbed`.
+    rows; scratch part_out (2 p M, L) and part_lse (2 p M,) float32, q_latent and latent (T, N, L); the rest, row_scale
+    (T, N) too, is as in `attend_absorbed`.
     """
     from tiers.tier2_triton.hopper.decode import decode
     from tiers.tier2_triton.kernels.per_head import per_head
 
-    out = q_nope.new_empty(*q_nope.shape[:2], W_UV.shape[2])
+    out = q_nope.new_empty(*q_nope.shape[:2], W_UV.shape[2], dtype=torch.float32 if wide else q_nope.dtype)
     lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
     if out.shape[0] == 0:
         return out, lse
     q_nope = dense(q_nope)
     with torch.cuda.device_of(data):
         if own_products:
-            per_head(q_nope, W_UK, q_latent, None)
+            per_head(q_nope, W_UK, q_latent, row_scale)
         else:
             torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent.transpose(0, 1))
+        if row_scale is not None:  # the scale is that of the whole score; a power of two, so this is exact
+            q_pe = (q_pe / row_scale.unsqueeze(-1)).to(q_pe.dtype)
         lists = (block_table, row_kv_lens, units, work, place, part, part_out, part_lse)
-        decode(q_latent, q_pe, data, *lists, latent, lse, softmax_scale, M, at_once)
+        decode(q_latent, q_pe, data, *lists, latent, lse, softmax_scale, M, at_once, row_scale)
         if own_products:
             per_head(latent, W_UV, out)
         else:
@@ -190,4 +196,5 @@ def attend_hopper(
 @attend_hopper.register_fake
 def _(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     (T, N, _), W_UV = q_nope.shape, rest[9]
-    return q_nope.new_empty(T, N, W_UV.shape[2]), q_nope.new_empty(T, N, dtype=torch.float32)
+    out_dtype = torch.float32 if rest[17] else q_nope.dtype
+    return q_nope.new_empty(T, N, W_UV.shape[2], dtype=out_dtype), q_nope.new_empty(T, N, dtype=torch.float32)

@@ -77,11 +77,13 @@ def _decode_nothing(need: Need, M: int, at_once: int) -> None:
     floats = lambda *shape: torch.empty(*shape, device=need.device)
     data = torch.empty(1, need.page_size, need.L + need.R, dtype=need.layout.storage_dtype, device=need.device)
     q_latent, q_pe = _new(need, 1, need.N, need.L), _new(need, 1, need.N, need.R)
-    decode(
-        q_latent, q_pe, data, ints(1, 1), ints(1), ints(1, 4), ints(2, 16), ints(1, 4), ints(1, 16),
-        floats(2 * M, need.L), floats(2 * M), torch.empty_like(q_latent), floats(1, need.N),
-        need.softmax_scale, M, at_once,
-    )  # fmt: skip
+    scale = torch.ones(1, need.N, device=need.device)
+    for row_scale in (None, scale)[: 1 + (need.dtype == torch.float16)]:  # inner kernels, and attend in float16
+        decode(
+            q_latent, q_pe, data, ints(1, 1), ints(1), ints(1, 4), ints(2, 16), ints(1, 4), ints(1, 16),
+            floats(2 * M, need.L), floats(2 * M), torch.empty_like(q_latent), floats(1, need.N),
+            need.softmax_scale, M, at_once, row_scale,
+        )  # fmt: skip
 
 
 def _attend(tier: "TritonTier", need: Need, tokens: int, context: int) -> None:

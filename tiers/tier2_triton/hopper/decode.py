@@ -36,21 +36,24 @@ def decode(
     softmax_scale: float,
     M: int,
     at_once: int,
+    row_scale: Tensor | None = None,
 ) -> None:
     """Attend absorbed queries, q_latent (T, N, 512) and q_pe (T, N, 64), over the pages of data (pages, page, 576).
 
     Writes out (T, N, 512), dense, in the query's dtype and lse (T, N) float32, natural. block_table (B, max_pages) and
     row_kv_lens (T,) are int32; units (U, 4), work (U + 1, 16), place (U, 4), part (p, 16) int32 are those of
     `schedule`, for units of M rows: 16 or 32, or whole tiles of 64. part_out (2 p, M, 512) and part_lse (2 p, M),
-    float32, take the states of units that are cut. Waits for the device nowhere.
+    float32, take the states of units that are cut. Scores of a row are multiplied by row_scale (T, N) float32, dense,
+    where it is given. Waits for the device nowhere.
     Raises ValueError for a cache whose rows cannot be described.
     """
     N, page = q_latent.shape[1], data.shape[1]
     few, width = M <= FEW_ROWS, min(M, TILE)
     rows, page_rows = pool(data)
     q_rows, pe_rows = as_rows(q_latent), as_rows(q_pe)
-    descriptors = (tile(q_rows, width, 256), tile(pe_rows, width, 64), tile(rows, 64, 256), tile(rows, 64, 64))
-    lists = (block_table, block_table.stride(0), page_rows, row_kv_lens, work, part)
+    box = tile(rows, min(page, 64), 64)
+    descriptors = (tile(q_rows, width, 256), tile(pe_rows, width, 64), tile(rows, 64, 256) if page >= 64 else box, box)
+    lists = (block_table, block_table.stride(0), page_rows, row_kv_lens, row_scale, work, part)
     results = (softmax_scale * 1.4426950408889634, out, lse, part_out, part_lse)
     if few:
         _swap_kernel[(part.shape[0],)](*descriptors, *lists, *results, N, M, 2, page, num_warps=4)

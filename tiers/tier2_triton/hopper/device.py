@@ -53,15 +53,81 @@ def zero_rows(buffer, first):
 
 
 @gluon.jit
-def pool_row(page, block, page_rows, PAGE: gl.constexpr):
-    """Row of the pool at which a block of 64 keys begins; pages lie `page_rows` rows apart."""
-    return page * page_rows + block % (PAGE // 64) * 64
+def launch_next():
+    """Let the merge be launched from now on; it waits by itself for the end of this kernel."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def cache_row(table, block, page_rows, PAGE: gl.constexpr):
-    """The same for a block of the request whose pages `table` lists."""
-    return pool_row(gl.load(table + block // (PAGE // 64)), block, page_rows, PAGE)
+def hint(pointer):
+    """Bring the line of a pointer near, for a load to come."""
+    asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    gl.inline_asm_elementwise(asm, "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def spot_of(page, pages, block, page_rows, PAGE: gl.constexpr):
+    """Where a block of 64 keys lies: its row of the pool, or where in the table its pages of less than 64 rows begin.
+
+    `page` is the page it lies in, `pages` where in the table those of its request begin; pages are `page_rows` apart.
+    """
+    if PAGE >= 64:
+        return page * page_rows + block % (PAGE // 64) * 64
+    else:
+        return pages + block * (64 // PAGE)
+
+
+@gluon.jit
+def find_spot(table, pages, block, page_rows, PAGE: gl.constexpr):
+    """The same where the page is not known yet."""
+    page = 0
+    if PAGE >= 64:
+        page = gl.load(table + pages + block // (PAGE // 64))
+    return spot_of(page, pages, block, page_rows, PAGE)
+
+
+@gluon.jit
+def last_page(pages, keys, PAGE: gl.constexpr):
+    """Where in the table the page of a request's last key stands; what stands behind it may be anything."""
+    return pages + gl.maximum(keys - 1, 0) // PAGE
+
+
+@gluon.jit
+def load_keys(pool, spot, top, column, full, buffer, wanted, COLUMNS: gl.constexpr, PAGE: gl.constexpr):
+    """Copy 64 keys, COLUMNS = 256 or 64 columns of them from `column` on; by boxes of a page where pages are small."""
+    rows_desc, box_desc, table, page_rows = pool
+    if PAGE >= 64:
+        desc = rows_desc if COLUMNS == 256 else box_desc
+        tma.async_copy_global_to_shared(desc, [spot, column], full, buffer, pred=wanted)
+    else:
+        K: gl.constexpr = 64 // PAGE
+        B: gl.constexpr = COLUMNS // 64
+        pieces = buffer._reinterpret(buffer.dtype, [B * K, PAGE, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+        for j in range(K):
+            row = gl.load(table + gl.minimum(spot + j, top), mask=wanted, other=0) * page_rows
+            for c in range(B):
+                at = [row, column + 64 * c]
+                tma.async_copy_global_to_shared(box_desc, at, full, pieces.index(c * K + j), pred=wanted)
+
+
+@gluon.jit
+def by_row(x, times, ROWS_FIRST: gl.constexpr):
+    """x times the scale of its rows, which is one number or one for each row."""
+    if len(times.shape) == 0:
+        return x * times
+    elif ROWS_FIRST:
+        return x * times[:, None]
+    else:
+        return x * times[None, :]
+
+
+@gluon.jit
+def scale_of(scale, row_scale, row, offset, inside):
+    """The softmax scale, times that of each row where its float16 query was divided to stay finite."""
+    if row_scale is None:
+        return scale
+    else:
+        return scale * gl.load(row_scale + row + offset, mask=offset < inside, other=1.0)
 
 
 @gluon.jit
@@ -73,13 +139,19 @@ def load_query(q_desc, q_pe_desc, row, full, left, right, rope, wanted, M: gl.co
     tma.async_copy_global_to_shared(q_pe_desc, [row, 0], full, rope, pred=wanted)
 
 
-def signature(kind: str, M: int) -> dict[str, str]:
+def signature(kind: str, M: int, PAGE: int, scaled: bool) -> dict[str, str]:
     """Return the types of the arguments that both decode kernels have, for rows of `kind` and tiles of M rows."""
     kinds = {"bf16": gl.bfloat16, "fp16": gl.float16}
     tile = lambda rows, columns: (
         f"tensordesc<{kind}[{rows}, {columns}],{gl.NVMMASharedLayout.get_default_for([rows, columns], kinds[kind])!r}>"
     )
-    found = {"q_desc": tile(M, 256), "q_pe_desc": tile(M, 64), "rows_desc": tile(64, 256), "box_desc": tile(64, 64)}
+    keys = min(PAGE, 64)
+    found = {"q_desc": tile(M, 256), "q_pe_desc": tile(M, 64), "box_desc": tile(keys, 64)}
+    found["rows_desc"] = tile(64, 256) if PAGE >= 64 else found["box_desc"]
     found |= dict.fromkeys(("table", "bounds", "work", "part"), "*i32") | {"out": f"*{kind}", "scale": "fp32"}
-    found |= dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32")
+    found |= dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32") | ({"row_scale": "*fp32"} if scaled else {})
     return found | dict.fromkeys(("table_stride", "page_rows", "N"), "i32") | ({"TILES": "i32"} if M == 64 else {})
+
+
+# Kinds of rows, page sizes and whether rows have a scale of their own, as they are compiled ahead of time.
+VARIANTS = (("bf16", 64, False), ("fp16", 64, False), ("fp16", 64, True), ("bf16", 32, False), ("bf16", 16, False))

@@ -39,7 +39,9 @@ def cut(x, blocks):
 
 @triton.jit
 def page_of(table, stride, request, block, PAGE: tl.constexpr, there):
-    """The page that a block of 64 keys of a request lies in."""
+    """The page that a block of 64 keys of a request lies in; 0 where it lies in several, which are looked up later."""
+    if PAGE < 64:
+        return block * 0
     return tl.load(table + request.to(tl.int64) * stride + block // (PAGE // 64), mask=there, other=0)
 
 
@@ -92,11 +94,13 @@ def entries(
 
 
 @triton.jit
-def places(work, place, U, even, whole, pieces, pay, CHUNK: tl.constexpr):
-    """Say for each unit over which parts it is spread."""
+def places(units, place, U, even, whole, pieces, pay, CHUNK: tl.constexpr):
+    """Say for each unit over which parts it is spread, and list the units that `combine` has something to do for."""
+    listed = 0
     for c in range(0, U, CHUNK):
         u = c + tl.arange(0, CHUNK)
         there = u < U
+        rows = tl.load(units + 4 * u + 2, mask=there, other=0)
         i = tl.load(place + 4 * u, mask=there, other=0)
         blocks = tl.load(place + 4 * u + 1, mask=there, other=0)
         start = tl.load(place + 4 * u + 2, mask=there, other=0)
@@ -105,8 +109,16 @@ def places(work, place, U, even, whole, pieces, pay, CHUNK: tl.constexpr):
         first = tl.where(even, own, (start + tl.minimum(blocks, 2) + pay - 1) // pay - 1)
         last = tl.where(even, first + (blocks - 1) // tl.maximum(step, 1), (start + blocks + pay - 1) // pay - 1)
         last = tl.where(even & (whole > 1), first, last)
+        tl.debug_barrier()  # the list grows over entries that have been read
         tl.store(place + 4 * u + 2, first, mask=there)
         tl.store(place + 4 * u + 3, last, mask=there)
+        merged = (rows > 0) & ((blocks == 0) | (last > first))
+        at = listed + tl.cumsum(merged.to(tl.int32), 0) - 1
+        tl.store(place + 4 * at, u, mask=merged)
+        listed += tl.sum(merged.to(tl.int32), 0)
+    for c in range(0, U, CHUNK):
+        u = c + tl.arange(0, CHUNK)
+        tl.store(place + 4 * u, -1, mask=(u < U) & (u >= listed))
 
 
 @triton.jit
@@ -140,7 +152,7 @@ def _schedule_kernel(
     of_even = tl.where(whole > 1, whole * (longest + COST), (longest + pieces - 1) // pieces + COST)
     even = of_even <= pay + COST + tl.where(pieces == 1, SPLIT, 0)
     tl.debug_barrier()
-    places(work, place, U, even, whole, pieces, pay, CHUNK)
+    places(units, place, U, even, whole, pieces, pay, CHUNK)
     p = tl.arange(0, PARTS)
     mine = p < parts
     low = p * pay
@@ -192,8 +204,8 @@ def schedule(
     int32 the pages of a request. An entry of work is a unit with keys, in order: request, first row, rows, blocks,
     where on the line its first block lies, most and least keys that a row sees, pages of its first and second block.
     A part has these of its first unit, the pages from its own first block on, then: which entry that is, how many it
-    takes, its first block, the one after its last, and where its stretch ends. place: entry, blocks, first and last
-    part of every unit. A unit has at most `most_rows` rows; one without rows does nothing, one without
+    takes, its first block, the one after its last, and where its stretch ends. place: blocks, first and last part of
+    every unit behind a list of its own, the units that are cut or have rows and no keys, -1 past its end. A unit has at most `most_rows` rows; one without rows does nothing, one without
     keys is no entry.
     """
     U, parts, tokens = units.shape[0], part.shape[0], (most_rows - 1) // N + 2
@@ -215,13 +227,13 @@ def schedule_reference(
     most_rows: int,
 ) -> None:
     """What `schedule` writes, unit after unit and part after part: work (U + 1, 16), place (U, 4) and part (p, 16)."""
-    page_of = lambda request, block: int(table[request, block // (page_size // 64)])
+    page_of = lambda request, block: int(table[request, block * 64 // page_size]) if page_size >= 64 else 0
     entries: list[tuple[int, ...]] = []
     at, parts = 0, part.shape[0]
     for u, (request, row, rows, _) in enumerate(units.tolist()):
         seen = [int(x) for x in bounds[row // N : (row + rows - 1) // N + 1]] if rows else [0]
         blocks = -(-max(seen) // 64)
-        place[u, 0], place[u, 1] = len(entries) - (not blocks), blocks
+        place[u, 0], place[u, 1] = len(entries), blocks
         if blocks:
             pages = (page_of(request, 0), page_of(request, min(1, blocks - 1)))
             entries.append((request, row, rows, blocks, at + COST, max(seen), min(seen), *pages))
@@ -246,9 +258,13 @@ def schedule_reference(
             i, a, b = found[0]
             pages = (page_of(entries[i][0], a), page_of(entries[i][0], min(a + 1, b - 1)))
             part[p] = torch.tensor([*entries[i][:7], *pages, i, len(found), a, b, FAR if even else (p + 1) * pay, 0, 0])
-    for u, (i, blocks, _, _) in enumerate(place.tolist()):
+    listed = []
+    for u, ((i, blocks, _, _), rows) in enumerate(zip(place.tolist(), units[:, 2].tolist(), strict=True)):
         if blocks:
             place[u, 2], place[u, 3] = held[i][0], held[i][-1]
+        if rows and (not blocks or len(held[i]) > 1):
+            listed.append(u)
+    place[:, 0] = torch.tensor(listed + [-1] * (len(units) - len(listed)))
 
 
 def _piece(entry: tuple, i: int, p: int, even: bool, whole: int, pieces: int, pay: int) -> tuple[int, int]:

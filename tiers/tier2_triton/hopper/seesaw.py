@@ -54,13 +54,20 @@ from tiers.tier2_triton.hopper.device import (
     ROWS,
     START,
     STRETCH,
+    VARIANTS,
     boxes,
-    cache_row,
+    by_row,
     cut,
+    find_spot,
+    hint,
+    last_page,
+    launch_next,
+    load_keys,
     load_query,
     new_barrier,
-    pool_row,
+    scale_of,
     signature,
+    spot_of,
     zero_rows,
 )
 
@@ -75,49 +82,50 @@ def scores(q, k, s):
 
 
 @gluon.jit
-def load_left(rows_desc, row, full, buffer, wanted):
+def load_left(pool, spot, top, full, buffer, wanted, PAGE: gl.constexpr):
     """Columns 0 .. 255 of a block."""
     mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
-    tma.async_copy_global_to_shared(rows_desc, [row, 0], full, buffer, pred=wanted)
+    load_keys(pool, spot, top, 0, full, buffer, wanted, 256, PAGE)
 
 
 @gluon.jit
-def load_right(rows_desc, row, full, buffer, wanted):
+def load_right(pool, spot, top, full, buffer, wanted, PAGE: gl.constexpr):
     """Columns 256 .. 511 of a block."""
     mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
-    tma.async_copy_global_to_shared(rows_desc, [row, 256], full, buffer, pred=wanted)
+    load_keys(pool, spot, top, 256, full, buffer, wanted, 256, PAGE)
 
 
 @gluon.jit
-def load_left_and_rope(rows_desc, box_desc, row, full, left, rope, wanted):
+def load_left_and_rope(pool, spot, top, full, left, rope, wanted, PAGE: gl.constexpr):
     """Columns 0 .. 255 of a block and its rope part, on one barrier."""
     mbarrier.expect(full, 64 * 320 * 2, pred=wanted)
-    tma.async_copy_global_to_shared(box_desc, [row, 512], full, rope, pred=wanted)
-    tma.async_copy_global_to_shared(rows_desc, [row, 0], full, left, pred=wanted)
+    load_keys(pool, spot, top, 512, full, rope, wanted, 64, PAGE)
+    load_keys(pool, spot, top, 0, full, left, wanted, 256, PAGE)
 
 
 @gluon.jit
-def load_right_by_boxes_and_rope(box_desc, row, box_full, rope_full, right, rope, wanted):
+def load_right_by_boxes_and_rope(pool, spot, top, box_full, rope_full, right, rope, wanted, PAGE: gl.constexpr):
     """One barrier a box: scores of the first can begin while the last is under way."""
     r4 = boxes(right, 64)
     for c in range(4):
         mbarrier.expect(box_full.index(c), 64 * 64 * 2, pred=wanted)
-        tma.async_copy_global_to_shared(box_desc, [row, 256 + 64 * c], box_full.index(c), r4.index(c), pred=wanted)
+        load_keys(pool, spot, top, 256 + 64 * c, box_full.index(c), r4.index(c), wanted, 64, PAGE)
     mbarrier.expect(rope_full, 64 * 64 * 2, pred=wanted)
-    tma.async_copy_global_to_shared(box_desc, [row, 512], rope_full, rope, pred=wanted)
+    load_keys(pool, spot, top, 512, rope_full, rope, wanted, 64, PAGE)
 
 
 @gluon.jit
 def even_step(
-    o, total, m, unit, turn, following, descs, bars, bufs, MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr
+    o, total, m, unit, turn, following, descs, bars, bufs,
+    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The left half of the output over a pair of blocks: scores and weights of the even one, values of both."""
     bound, end, scale = unit
     pair, base = turn
-    even_row, odd_row, query_row, more, more_query = following
+    even, odd, top, query_row, more, more_query = following
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
-    q_desc, q_pe_desc, rows_desc, box_desc = descs
+    q_desc, q_pe_desc, pool = descs
     PD: gl.constexpr = gl.DotOperandLayout(0, MO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     RO: gl.constexpr = gl.SliceLayout(1, MO)
@@ -139,7 +147,7 @@ def even_step(
     m0_s.store(m0)
     a0_s.store(a0)
     mbarrier.arrive(max0, count=1)
-    p = gl.exp2(s * scale - m0[:, None])
+    p = gl.exp2(by_row(s, scale, True) - m0[:, None])
     o = o * gl.convert_layout(a0, RO)[:, None]
     if EDGE:
         if end - base < 64:
@@ -155,7 +163,7 @@ def even_step(
     mbarrier.arrive(p0, count=1)
     total = total * a1
     o = warpgroup_mma_wait(0, deps=[o])
-    load_left(rows_desc, even_row, left0_full, left0, more)
+    load_left(pool, even, top, left0_full, left0, more, PAGE)
     o = o * gl.convert_layout(a1, RO)[:, None]
     mbarrier.wait(p1, phase)
     mbarrier.wait(left1_full, phase)
@@ -166,21 +174,22 @@ def even_step(
     if EDGE:
         load_query(q_desc, q_pe_desc, query_row, q_full, ql, qr, qt, more_query, 64)
     o = warpgroup_mma_wait(0, deps=[o])
-    load_left_and_rope(rows_desc, box_desc, odd_row, left1_full, left1, rope1, more)
+    load_left_and_rope(pool, odd, top, left1_full, left1, rope1, more, PAGE)
     return o, total, m
 
 
 @gluon.jit
 def odd_step(
-    o, total, m, unit, turn, following, descs, bars, bufs, MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr
+    o, total, m, unit, turn, following, descs, bars, bufs,
+    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The right half of the output over a pair of blocks: scores and weights of the odd one, values of both."""
     bound, end, scale = unit
     pair, base = turn
-    even_row, odd_row, query_row, more, more_query = following
+    even, odd, top, query_row, more, more_query = following
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
-    q_desc, q_pe_desc, rows_desc, box_desc = descs
+    q_desc, q_pe_desc, pool = descs
     PD: gl.constexpr = gl.DotOperandLayout(0, MO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     RO: gl.constexpr = gl.SliceLayout(1, MO)
@@ -194,16 +203,16 @@ def odd_step(
     if EDGE:
         keys = base + 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
         s = gl.where(keys[None, :] < bound[:, None], s, MASKED)
-    top = gl.max(s, 1) * scale
+    most = gl.max(s, 1) * scale
     mbarrier.wait(max0, phase)
     m0 = m0_s.load(RS)
     a0 = a0_s.load(RS)
-    m1 = gl.maximum(m0, top)
+    m1 = gl.maximum(m0, most)
     a1 = gl.exp2(m0 - m1)
     m1_s.store(m1)
     a1_s.store(a1)
     mbarrier.arrive(max1, count=1)
-    p = gl.exp2(s * scale - m1[:, None])
+    p = gl.exp2(by_row(s, scale, True) - m1[:, None])
     weights = p.to(left0.dtype)
     rope1.store(weights)
     fence_async_shared()
@@ -224,9 +233,9 @@ def odd_step(
             zero_rows(right0, end - base)
     o = warpgroup_mma(rope0, right0, o, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])
-    load_right(rows_desc, odd_row, right1_full, right1, more)
+    load_right(pool, odd, top, right1_full, right1, more, PAGE)
     o = warpgroup_mma_wait(0, deps=[o])
-    load_right_by_boxes_and_rope(box_desc, even_row, right0_full, rope0_full, right0, rope0, more)
+    load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, more, PAGE)
     return o, total, m1
 
 
@@ -275,48 +284,47 @@ def store_state(
 @gluon.jit
 def step(
     o, total, m, unit, turn, following, descs, bars, bufs,
-    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, EVEN: gl.constexpr,
+    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, EVEN: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """A pair of blocks, by the one warpgroup or the other."""
     if EVEN:
-        o, total, m = even_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, EDGE)
+        o, total, m = even_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, EDGE, PAGE)
     else:
-        o, total, m = odd_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, EDGE)
+        o, total, m = odd_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, EDGE, PAGE)
     return o, total, m
 
 
 @gluon.jit
-def load_first(descs, bars, bufs, row, even_row, odd_row, has, EVEN: gl.constexpr):
+def load_first(descs, bars, bufs, row, even, odd, top, has, EVEN: gl.constexpr, PAGE: gl.constexpr):
     """Start the copies of the first query and of the first pair, each by whoever reloads it later."""
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
-    q_desc, q_pe_desc, rows_desc, box_desc = descs
+    q_desc, q_pe_desc, pool = descs
     if EVEN:
         load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, has, 64)
-        load_left(rows_desc, even_row, left0_full, left0, has)
-        load_left_and_rope(rows_desc, box_desc, odd_row, left1_full, left1, rope1, has)
+        load_left(pool, even, top, left0_full, left0, has, PAGE)
+        load_left_and_rope(pool, odd, top, left1_full, left1, rope1, has, PAGE)
     else:
-        load_right(rows_desc, odd_row, right1_full, right1, has)
-        load_right_by_boxes_and_rope(box_desc, even_row, right0_full, rope0_full, right0, rope0, has)
+        load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, has, PAGE)
+        load_right(pool, odd, top, right1_full, right1, has, PAGE)
 
 
 @gluon.jit
-def first_unit(work, at, tile, page_rows, PAGE: gl.constexpr):
+def first_unit(at, tile, table_stride, page_rows, PAGE: gl.constexpr):
     """What a part starts with: loads that do not wait for each other."""
-    request = gl.load(at + REQUEST)
+    pages = gl.load(at + REQUEST).to(gl.int64) * table_stride
     row = gl.load(at + ROW) + tile * 64
     rows = gl.load(at + ROWS) - tile * 64
     blocks = gl.load(at + BLOCKS)
     keys = gl.load(at + KEYS)
     least = gl.load(at + LEAST)
-    entry = work + FIELDS * gl.load(at + ENTRY)
     count = gl.load(at + COUNT)
     block = gl.load(at + FIRST)
     last = gl.load(at + LAST)
     stretch = gl.load(at + STRETCH)
-    even_row = pool_row(gl.load(at + EVEN_PAGE), block, page_rows, PAGE)
-    odd_row = pool_row(gl.load(at + ODD_PAGE), gl.minimum(block + 1, last - 1), page_rows, PAGE)
-    return request, row, rows, blocks, keys, least, entry, count, block, last, stretch, even_row, odd_row
+    even = spot_of(gl.load(at + EVEN_PAGE), pages, block, page_rows, PAGE)
+    odd = spot_of(gl.load(at + ODD_PAGE), pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
+    return pages, row, rows, blocks, keys, least, count, block, last, stretch, even, odd
 
 
 @gluon.jit
@@ -325,57 +333,66 @@ def warpgroup(
     PAGE: gl.constexpr, MS: gl.constexpr, MO: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """One of the two: all pieces of a part of the work, one after the other."""
-    table, table_stride, page_rows, bounds, work, part = lists
+    table, table_stride, page_rows, bounds, row_scale, work, part = lists
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     p = gl.program_id(0) // TILES
     tile = gl.program_id(0) % TILES
-    mine = first_unit(work, part + FIELDS * p, tile, page_rows, PAGE)
-    request, row, rows, blocks, keys, least, entry, count, block, last, stretch, even_row, odd_row = mine
-    load_first(descs, bars, bufs, row, even_row, odd_row, count > 0, EVEN)
+    at = part + FIELDS * p
+    mine = first_unit(at, tile, table_stride, page_rows, PAGE)
+    pages, row, rows, blocks, keys, least, count, block, last, stretch, even, odd = mine
+    load_first(descs, bars, bufs, row, even, odd, last_page(pages, keys, PAGE), count > 0, EVEN, PAGE)
+    entry = work + FIELDS * gl.load(at + ENTRY)
     pair = 0
     for item in range(count):
         entry += FIELDS
         has = item + 1 < count
-        pages = table + request.to(gl.int64) * table_stride
         inside = gl.minimum(rows, 64)
         offr = gl.arange(0, 64, layout=RS)
         bound = gl.load(bounds + (row + offr) // N, mask=offr < inside, other=keys)
+        times = scale_of(scale, row_scale, row, offr, inside)
+        hint(entry)
         o = gl.zeros([64, 256], gl.float32, layout=MO)
         total = gl.zeros([64], gl.float32, layout=RS)
         m = gl.full([64], MASKED, gl.float32, layout=RS)
         first = block
         mbarrier.wait(q_full, item & 1)
+        top = last_page(pages, keys, PAGE)
         pairs = (last - block + 1) // 2
         plain = gl.minimum(gl.maximum(least // 64 - block, 0) // 2, pairs - 1)  # the last pair is an edge in any case
         for _ in range(plain):
-            even_row = cache_row(pages, block + 2, page_rows, PAGE)
-            odd_row = cache_row(pages, gl.minimum(block + 3, last - 1), page_rows, PAGE)
-            following = (even_row, odd_row, 0, True, False)
+            even = find_spot(table, pages, block + 2, page_rows, PAGE)
+            odd = find_spot(table, pages, gl.minimum(block + 3, last - 1), page_rows, PAGE)
+            following = (even, odd, top, 0, True, False)
             o, total, m = step(
-                o, total, m, (bound, keys, scale), (pair, block * 64), following, descs, bars, bufs, MS, MO, False, EVEN
-            )
+                o, total, m, (bound, keys, times), (pair, block * 64), following, descs, bars, bufs,
+                MS, MO, False, EVEN, PAGE,
+            )  # fmt: skip
             pair += 1
             block += 2
-        next_request = gl.load(entry + REQUEST)
+        next_pages = gl.load(entry + REQUEST).to(gl.int64) * table_stride
         next_row = gl.load(entry + ROW) + tile * 64
         next_rows = gl.load(entry + ROWS) - tile * 64
         next_blocks = gl.load(entry + BLOCKS)
         next_start = gl.load(entry + START)
         next_keys = gl.load(entry + KEYS)
         next_least = gl.load(entry + LEAST)
-        next_even = gl.load(entry + EVEN_PAGE) * page_rows
-        next_odd = pool_row(gl.load(entry + ODD_PAGE), gl.minimum(1, next_blocks - 1), page_rows, PAGE)
+        next_top = last_page(next_pages, next_keys, PAGE)
+        next_even = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
+        next_odd = spot_of(gl.load(entry + ODD_PAGE), next_pages, gl.minimum(1, next_blocks - 1), page_rows, PAGE)
         for _ in range(pairs - plain):
             ends = block + 2 >= last
-            even_row = gl.where(ends, next_even, cache_row(pages, gl.minimum(block + 2, last - 1), page_rows, PAGE))
-            odd_row = gl.where(ends, next_odd, cache_row(pages, gl.minimum(block + 3, last - 1), page_rows, PAGE))
+            even = find_spot(table, pages, gl.minimum(block + 2, last - 1), page_rows, PAGE)
+            odd = find_spot(table, pages, gl.minimum(block + 3, last - 1), page_rows, PAGE)
+            even = gl.where(ends, next_even, even)
+            odd = gl.where(ends, next_odd, odd)
             more = has | (block + 2 < last)
-            following = (even_row, odd_row, next_row, more, has & ends)
+            following = (even, odd, gl.where(ends, next_top, top), next_row, more, has & ends)
             o, total, m = step(
-                o, total, m, (bound, keys, scale), (pair, block * 64), following, descs, bars, bufs, MS, MO, True, EVEN
-            )
+                o, total, m, (bound, keys, times), (pair, block * 64), following, descs, bars, bufs,
+                MS, MO, True, EVEN, PAGE,
+            )  # fmt: skip
             pair += 1
             block += 2
         whole = (first == 0) & (last == blocks)
@@ -385,7 +402,7 @@ def warpgroup(
             store_state(o, total, m, sum0, sum1, l0_s, l1_s, to, 0, MS, MO)
         else:
             store_state(o, total, m, sum1, sum0, l1_s, l0_s, to, 256, MS, MO)
-        request = next_request
+        pages = next_pages
         row = next_row
         rows = next_rows
         block = 0 * block
@@ -397,22 +414,23 @@ def warpgroup(
 
 @gluon.jit(do_not_specialize=["table_stride", "page_rows", "N", "TILES"])
 def _seesaw_kernel(
-    q_desc, q_pe_desc, rows_desc, box_desc, table, table_stride, page_rows, bounds, work, part, scale,
+    q_desc, q_pe_desc, rows_desc, box_desc, table, table_stride, page_rows, bounds, row_scale, work, part, scale,
     out, lse, part_out, part_lse, N, TILES, PAGE: gl.constexpr,
 ):  # fmt: skip
     DT: gl.constexpr = out.dtype.element_ty
     MS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     MO: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    KEYS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DT)
     ql = gl.allocate_shared_memory(DT, [64, 256], q_desc.layout)
     qr = gl.allocate_shared_memory(DT, [64, 256], q_desc.layout)
     qt = gl.allocate_shared_memory(DT, [64, 64], q_pe_desc.layout)
-    left0 = gl.allocate_shared_memory(DT, [64, 256], rows_desc.layout)
-    left1 = gl.allocate_shared_memory(DT, [64, 256], rows_desc.layout)
-    right0 = gl.allocate_shared_memory(DT, [64, 256], rows_desc.layout)
-    right1 = gl.allocate_shared_memory(DT, [64, 256], rows_desc.layout)
-    rope0 = gl.allocate_shared_memory(DT, [64, 64], box_desc.layout)
-    rope1 = gl.allocate_shared_memory(DT, [64, 64], box_desc.layout)
+    left0 = gl.allocate_shared_memory(DT, [64, 256], KEYS_LAYOUT)
+    left1 = gl.allocate_shared_memory(DT, [64, 256], KEYS_LAYOUT)
+    right0 = gl.allocate_shared_memory(DT, [64, 256], KEYS_LAYOUT)
+    right1 = gl.allocate_shared_memory(DT, [64, 256], KEYS_LAYOUT)
+    rope0 = gl.allocate_shared_memory(DT, [64, 64], KEYS_LAYOUT)
+    rope1 = gl.allocate_shared_memory(DT, [64, 64], KEYS_LAYOUT)
     m0_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m1_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     a0_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -427,9 +445,10 @@ def _seesaw_kernel(
         new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
     )  # fmt: skip
     bufs = (ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s)
-    descs = (q_desc, q_pe_desc, rows_desc, box_desc)
-    lists = (table, table_stride, page_rows, bounds, work, part)
+    descs = (q_desc, q_pe_desc, (rows_desc, box_desc, table, page_rows))
+    lists = (table, table_stride, page_rows, bounds, row_scale, work, part)
     results = (out, lse, part_out, part_lse)
+    launch_next()
     gl.warp_specialize(
         [
             (warpgroup, (descs, bars, bufs, lists, scale, results, N, TILES, PAGE, MS, MO, True)),
@@ -443,6 +462,13 @@ def _seesaw_kernel(
 def aot() -> list[Compile]:
     """One variant per dtype and page size: heads, tiles, lengths and strides are numbers."""
     return [
-        Compile(_seesaw_kernel, signature(kind, 64), {"PAGE": 64}, 4, targets=("sm_90",), name=f"seesaw {kind}")
-        for kind in ("bf16", "fp16")
+        Compile(
+            _seesaw_kernel,
+            signature(kind, 64, PAGE, scaled),
+            {"PAGE": PAGE} | ({} if scaled else {"row_scale": None}),
+            4,
+            targets=("sm_90",),
+            name=f"seesaw {kind}, pages of {PAGE}" + ", scaled" * scaled,
+        )
+        for kind, PAGE, scaled in VARIANTS
     ]

@@ -45,13 +45,19 @@ from tiers.tier2_triton.hopper.device import (
     ROWS,
     START,
     STRETCH,
+    VARIANTS,
     boxes,
-    cache_row,
+    by_row,
     cut,
+    find_spot,
+    last_page,
+    launch_next,
+    load_keys,
     load_query,
     new_barrier,
-    pool_row,
+    scale_of,
     signature,
+    spot_of,
     thread_barrier,
     zero_rows,
 )
@@ -60,29 +66,32 @@ from tiers.tier2_triton.hopper.device import (
 @gluon.jit
 def producer(descs, bars, bufs, lists, M: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr):
     """One warp that keeps copies under way: the next query, then block after block."""
-    table, table_stride, page_rows, bounds, work, part = lists
+    table, table_stride, page_rows, bounds, row_scale, work, part = lists
     q_full, q_empty, left_full, right_full, left_empty, right_empty = bars
     ql, qr, qt, left, right, rope, weights = bufs
     q_desc, q_pe_desc, rows_desc, box_desc = descs
+    pool = (rows_desc, box_desc, table, page_rows)
     at = part + FIELDS * gl.program_id(0)
-    request = gl.load(at + REQUEST)
+    pages = gl.load(at + REQUEST).to(gl.int64) * table_stride
+    keys = gl.load(at + KEYS)
     row = gl.load(at + ROW)
     stretch = gl.load(at + STRETCH)
     entry = work + FIELDS * gl.load(at + ENTRY)
     count = gl.load(at + COUNT)
     block = gl.load(at + FIRST)
     last = gl.load(at + LAST)
-    here = pool_row(gl.load(at + EVEN_PAGE), block, page_rows, PAGE)
+    here = spot_of(gl.load(at + EVEN_PAGE), pages, block, page_rows, PAGE)
     turn = 0
     for item in range(count):
-        pages = table + request.to(gl.int64) * table_stride
-        coming = cache_row(pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
+        top = last_page(pages, keys, PAGE)
+        coming = find_spot(table, pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
         entry += FIELDS
-        request = gl.load(entry + REQUEST)
+        next_pages = gl.load(entry + REQUEST).to(gl.int64) * table_stride
         next_row = gl.load(entry + ROW)
         next_blocks = gl.load(entry + BLOCKS)
         next_start = gl.load(entry + START)
-        next_here = gl.load(entry + EVEN_PAGE) * page_rows
+        keys = gl.load(entry + KEYS)
+        next_here = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
         mbarrier.wait(q_empty, (item & 1) ^ 1)
         load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, True, M)
         for b in range(block, last):
@@ -90,15 +99,16 @@ def producer(descs, bars, bufs, lists, M: gl.constexpr, STAGES: gl.constexpr, PA
             phase = ((turn // STAGES) & 1) ^ 1
             now = here
             here = coming
-            coming = cache_row(pages, gl.minimum(b + 2, last - 1), page_rows, PAGE)
+            coming = find_spot(table, pages, gl.minimum(b + 2, last - 1), page_rows, PAGE)
             mbarrier.wait(left_empty.index(stage), phase)
             mbarrier.expect(left_full.index(stage), 64 * 320 * 2)
-            tma.async_copy_global_to_shared(rows_desc, [now, 0], left_full.index(stage), left.index(stage))
-            tma.async_copy_global_to_shared(box_desc, [now, 512], left_full.index(stage), rope.index(stage))
+            load_keys(pool, now, top, 0, left_full.index(stage), left.index(stage), True, 256, PAGE)
+            load_keys(pool, now, top, 512, left_full.index(stage), rope.index(stage), True, 64, PAGE)
             mbarrier.wait(right_empty.index(stage), phase)
             mbarrier.expect(right_full.index(stage), 64 * 256 * 2)
-            tma.async_copy_global_to_shared(rows_desc, [now, 256], right_full.index(stage), right.index(stage))
+            load_keys(pool, now, top, 256, right_full.index(stage), right.index(stage), True, 256, PAGE)
             turn += 1
+        pages = next_pages
         row = next_row
         here = next_here
         block = 0 * block
@@ -138,7 +148,7 @@ def block_step(
         s = gl.where(keys[:, None] < bound[None, :], s, MASKED)
     top = gl.maximum(m, gl.max(s, 0) * scale)
     a = gl.exp2(m - top)
-    p = gl.exp2(s * scale - top[None, :])
+    p = gl.exp2(by_row(s, scale, False) - top[None, :])
     weights.store(p.to(weights.dtype))
     fence_async_shared()
     thread_barrier()
@@ -163,7 +173,7 @@ def consumer(
     bars, bufs, lists, scale, results, N, M: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Four warps that compute all pieces of a part of the work, one after the other."""
-    table, table_stride, page_rows, bounds, work, part = lists
+    table, table_stride, page_rows, bounds, row_scale, work, part = lists
     out, lse, part_out, part_lse = results
     q_full, q_empty, left_full, right_full, left_empty, right_empty = bars
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -190,6 +200,7 @@ def consumer(
         next_keys = gl.load(entry + KEYS)
         next_least = gl.load(entry + LEAST)
         bound = gl.load(bounds + (row + offr) // N, mask=offr < rows, other=keys)
+        times = scale_of(scale, row_scale, row, offr, rows)
         o0 = gl.zeros([256, M], gl.float32, layout=LAYOUT)
         o1 = gl.zeros([256, M], gl.float32, layout=LAYOUT)
         sums = gl.zeros([64, M], gl.float32, layout=LAYOUT)
@@ -199,13 +210,13 @@ def consumer(
         mbarrier.wait(q_full, item & 1)
         for _ in range(plain):
             o0, o1, sums, m = block_step(
-                o0, o1, sums, m, turn, block * 64, bound, keys, scale, bars, bufs, M, STAGES, LAYOUT, False
+                o0, o1, sums, m, turn, block * 64, bound, keys, times, bars, bufs, M, STAGES, LAYOUT, False
             )
             turn += 1
             block += 1
         for _ in range(last - block):
             o0, o1, sums, m = block_step(
-                o0, o1, sums, m, turn, block * 64, bound, keys, scale, bars, bufs, M, STAGES, LAYOUT, True
+                o0, o1, sums, m, turn, block * 64, bound, keys, times, bars, bufs, M, STAGES, LAYOUT, True
             )
             turn += 1
             block += 1
@@ -240,17 +251,18 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["table_stride", "page_rows", "N"])
 def _swap_kernel(
-    q_desc, q_pe_desc, rows_desc, box_desc, table, table_stride, page_rows, bounds, work, part, scale,
+    q_desc, q_pe_desc, rows_desc, box_desc, table, table_stride, page_rows, bounds, row_scale, work, part, scale,
     out, lse, part_out, part_lse, N, M: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     DT: gl.constexpr = out.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
+    KEYS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DT)
     ql = gl.allocate_shared_memory(DT, [M, 256], q_desc.layout)
     qr = gl.allocate_shared_memory(DT, [M, 256], q_desc.layout)
     qt = gl.allocate_shared_memory(DT, [M, 64], q_pe_desc.layout)
-    left = gl.allocate_shared_memory(DT, [STAGES, 64, 256], rows_desc.layout)
-    right = gl.allocate_shared_memory(DT, [STAGES, 64, 256], rows_desc.layout)
-    rope = gl.allocate_shared_memory(DT, [STAGES, 64, 64], box_desc.layout)
+    left = gl.allocate_shared_memory(DT, [STAGES, 64, 256], KEYS_LAYOUT)
+    right = gl.allocate_shared_memory(DT, [STAGES, 64, 256], KEYS_LAYOUT)
+    rope = gl.allocate_shared_memory(DT, [STAGES, 64, 64], KEYS_LAYOUT)
     weights = gl.allocate_shared_memory(DT, [64, M], gl.NVMMASharedLayout.get_default_for([64, M], DT))
     left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -264,8 +276,9 @@ def _swap_kernel(
     bars = (new_barrier(), new_barrier(), left_full, right_full, left_empty, right_empty)
     bufs = (ql, qr, qt, left, right, rope, weights)
     descs = (q_desc, q_pe_desc, rows_desc, box_desc)
-    lists = (table, table_stride, page_rows, bounds, work, part)
+    lists = (table, table_stride, page_rows, bounds, row_scale, work, part)
     results = (out, lse, part_out, part_lse)
+    launch_next()
     gl.warp_specialize(
         [
             (consumer, (bars, bufs, lists, scale, results, N, M, STAGES, LAYOUT)),
@@ -277,11 +290,12 @@ def _swap_kernel(
 
 
 def aot() -> list[Compile]:
-    """Tiles of 16 and of 32 rows, per dtype; heads, lengths and strides are numbers."""
+    """Tiles of 16 and of 32 rows, per dtype and page size; heads, lengths and strides are numbers."""
     entries = []
-    for kind in ("bf16", "fp16"):
+    for kind, PAGE, scaled in VARIANTS:
         for M in (16, 32):
-            constants = {"M": M, "STAGES": 2, "PAGE": 64}
-            name = f"swap {kind} {M} rows"
-            entries.append(Compile(_swap_kernel, signature(kind, M), constants, 4, targets=("sm_90",), name=name))
+            constants = {"M": M, "STAGES": 2, "PAGE": PAGE} | ({} if scaled else {"row_scale": None})
+            name = f"swap {kind} {M} rows, pages of {PAGE}" + ", scaled" * scaled
+            types = signature(kind, M, PAGE, scaled)
+            entries.append(Compile(_swap_kernel, types, constants, 4, targets=("sm_90",), name=name))
     return entries
