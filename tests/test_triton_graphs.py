@@ -167,17 +167,18 @@ def test_M7_every_real_row_of_a_padded_verification_comes_out_of_the_graph():
     assert bool((state.lse[6:] == -INF).all())
 
 
-def test_the_graph_reads_where_it_was_captured_after_any_plan():
-    case = step([1] * 8, [20] * 8, **SIZES["toy"])
+@pytest.mark.parametrize("name", ["toy", "v3 of 16 heads"])
+def test_the_graph_reads_where_it_was_captured_after_any_plan(name):
+    sizes = SIZES[name] | {"dtype": torch.bfloat16}
+    case = step([1] * 8, [20] * 8, **sizes)
     graph = captured(tiers.get("triton"), case)
     addresses = lambda: [
-        *(x.data_ptr() for r in graph.plan.steps.rounds for x in (r.items, r.merges, r.counts, r.row_kv_lens)),
-        *(r.block_table.data_ptr() for r in graph.plan.steps.rounds),
+        *(x.data_ptr() for r in graph.plan.steps.rounds for x in vars(r).values() if isinstance(x, torch.Tensor)),
         *(x.data_ptr() for x in graph.plan._buffers.values()),
     ]
     before = addresses()
     for seq_lens in ([700] * 8, [1], []):
-        replayed(graph, step([1] * len(seq_lens), seq_lens, case, **SIZES["toy"]))
+        replayed(graph, step([1] * len(seq_lens), seq_lens, case, **sizes))
         assert addresses() == before
 
 

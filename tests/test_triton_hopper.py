@@ -13,12 +13,15 @@ from triton_here import DEVICE, require_triton
 
 require_triton()
 
+import triton  # noqa: E402
+
 import tiers  # noqa: E402
 from mla.batch import AttentionBatch  # noqa: E402
 from mla.cache import FloatRows  # noqa: E402
 from mla.need import Need  # noqa: E402
 from tiers.tier2_triton import hopper_rounds  # noqa: E402
 from tiers.tier2_triton.absorbed import plan_absorbed  # noqa: E402
+from tiers.tier2_triton.hopper import combine as combine_module  # noqa: E402
 from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
 from tiers.tier2_triton.hopper.combine import problem as combine_problem  # noqa: E402
 from tiers.tier2_triton.hopper.decode import as_rows, pool  # noqa: E402
@@ -87,6 +90,18 @@ def test_every_block_is_somebodys_once_and_loads_are_alike(parts):
     assert len(seen) == sum(blocks for _, blocks, _, _ in place)
     longest = max(blocks for _, blocks, _, _ in place)
     assert max(loads) <= max(sum(loads) / parts + 2 * COST + 2, min(longest + COST, sum(loads)))
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_pages_of_less_than_a_block_are_left_to_the_kernels(page_size):
+    lists = []
+    for kernel in (schedule, schedule_reference):
+        given = problem("toy", torch.bfloat16, DEVICE).arguments | {"page_size": page_size}
+        kernel(**given)
+        lists.append([given[name].cpu() for name in ("work", "part")])
+    for found, expected in zip(*lists, strict=True):
+        assert torch.equal(found[:, 7:9], expected[:, 7:9])
+        assert bool((found[:, 7:9] == 0).all())
 
 
 def test_equal_requests_are_cut_alike_and_not_at_all_where_all_parts_have_one():
@@ -173,6 +188,28 @@ def test_queries_become_rows_and_are_copied_only_where_they_must():
     assert torch.equal(rows, whole[..., 512:].reshape(12, 64))
     turned = torch.randn(4, 3, 64).to(torch.bfloat16).transpose(0, 1)
     assert torch.equal(as_rows(turned), turned.reshape(12, 64))
+
+
+@pytest.mark.parametrize("at_once", [2, 16])
+@pytest.mark.parametrize("programs", [3, 4096])
+def test_the_merge_computes_what_its_reference_does(monkeypatch, at_once, programs):
+    """Interpreted: waiting for the launch before is the one thing that needs a GPU. 3 programs go round and round."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton.language.extra.cuda, "gdc_wait", lambda _semantic=None: None)
+    monkeypatch.setattr(combine_module, "MOST_PROGRAMS", programs)
+    given = combine_problem("toy", torch.float32, DEVICE).arguments | {"at_once": at_once}
+    exact = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in given.items()}
+    combine_module.combine(**given)
+    wide = {name: exact[name].double() for name in ("part_out", "part_lse", "out", "lse")}
+    combine_reference(**exact | wide)
+    for name in ("out", "lse"):
+        found, expected = given[name].cpu().double(), wide[name].cpu()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.isinf(), expected.isinf())
+        there = expected.isfinite()
+        size = float(expected[there].abs().max())
+        # at most 18 states are added, each with a weight of its own; exp2 and log2 are off by two units
+        assert (found[there] - expected[there]).abs().max() <= (2 * 18 + 6) * 2.0**-24 * max(1.0, size)
 
 
 def test_the_reference_of_the_merge_weighs_by_the_lse():

@@ -44,7 +44,7 @@ class FlashMLAKernel(Tier):
         return prepare(self, up, need)
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
-        """Hold the schedule, which the kernel fills in its first call; raises ValueError for query lengths that differ."""
+        """Hold the schedule, which the kernel fills in its first call; ValueError for query lengths that differ."""
         from flash_mla import get_mla_metadata
 
         if len(set(batch.query_lens_host)) != 1 or batch.num_tokens != sum(batch.query_lens_host):

@@ -1,6 +1,7 @@
 """Tier 2 in Triton: our own kernels for every part of attention, on any GPU that Triton serves.
 
-Short queries take the absorbed form over pages (`absorbed`), long ones are expanded a workspace at a time (`expanded`).
+Short queries take the absorbed form over pages (`absorbed`), by kernels of their own on Hopper (`hopper_rounds`), long
+ones are expanded a workspace at a time (`expanded`).
 With `batch_invariant` every row takes the absorbed form through fixed tiles, and its bits depend on nothing but its
 query, its keys and their positions. With `graph_capture` a step runs on buffers of fixed size, so that it can be
 captured once and replayed after `plan(into=)`.
@@ -82,9 +83,10 @@ class TritonTier(Tier):
 
     "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries, expands longer
     ones by our kernel and the longest by cuDNN, each by the other where one does not serve the Need, or absorbs all
-    where none does. "hopper" absorbs all by kernels for sm_90 alone, which "auto" does not take yet. "invariant"
-    keeps the promise of Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the
-    rows (tokens) expanded at once, None as in `paged`.
+    where none does. What "auto" absorbs goes to the Hopper kernels where they serve the Need, else `Plan.report` says
+    why not; "hopper" absorbs all by them, "mqa" all by the portable kernel. "invariant" keeps the promise of
+    Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the rows (tokens) expanded
+    at once, None as in `paged`.
     """
 
     form: str = "auto"
@@ -134,8 +136,8 @@ class TritonTier(Tier):
         return next((route for route in best if not why_not_route(need, route)), None)
 
     def on_hopper(self, need: Need) -> bool:
-        """Whether what is absorbed goes to the Hopper kernels: so far only where they are asked for."""
-        return self.form == "hopper" and not why_not_hopper(need)
+        """Whether what is absorbed goes to the Hopper kernels."""
+        return self.form in ("auto", "hopper") and not why_not_hopper(need)
 
     def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
         """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,) int64 without waiting for the device; -1 is skipped.
@@ -209,7 +211,8 @@ class TritonTier(Tier):
         report: dict[str, Any] = {"forms": [forms[b in chosen] for b in range(batch.num_requests)]}
         report |= {"route": route or "none", "rounds": len(steps.rounds)}
         items = [r.units if isinstance(r, HopperRound) else r.items for r in steps.rounds]
-        return steps, sizes, report | {"hopper": hopper, "items": sum(x.shape[0] for x in items)}
+        report |= {"hopper": hopper, "items": sum(x.shape[0] for x in items)}
+        return steps, sizes, report if hopper else report | {"why_not_hopper": why_not_hopper(inner)}
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None

@@ -24,51 +24,55 @@ MOST_PROGRAMS = 2048
 
 
 @triton.jit
-def _merge_rows(part_out, part_lse, units, place, out, lse, M, u, rows, R: tl.constexpr, AT_ONCE: tl.constexpr):
-    """R rows of unit u: the states of its parts merged, or 0 and -inf where it has no keys."""
-    row = tl.load(units + 4 * u + 1).to(tl.int64)
-    inside = rows < tl.load(units + 4 * u + 2)
-    blocks = tl.load(place + 4 * u + 1)
-    first = tl.load(place + 4 * u + 2)
-    last = tl.where(blocks > 0, tl.load(place + 4 * u + 3), first - 1)
-    d = tl.arange(0, 512)
-    peak = tl.full([R], float("-inf"), tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, 512], tl.float32)
-    for p in range(first, last + 1, AT_ONCE):
-        parts = p + tl.arange(0, AT_ONCE)
-        slots = ((2 * parts + (parts == first)).to(tl.int64) * M)[:, None] + rows[None, :]
-        there = (parts <= last)[:, None] & inside[None, :]
-        state = tl.load(part_lse + slots, mask=there, other=float("-inf"))
-        values = tl.load(part_out + slots[:, :, None] * 512 + d[None, None, :], mask=there[:, :, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(state, 0))
-        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(state - finite[None, :])
-        decay = tl.exp2(peak - finite)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        total = total * decay + tl.sum(weights, 0)
-        peak = new_peak
-    some = total > 0
-    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    at = (row + rows)[:, None] * 512 + d[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None])
-    natural = tl.where(some, (peak + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    tl.store(lse + row + rows, natural, mask=inside)
+def _listed(units, place, i, M, U, R: tl.constexpr):
+    """The i-th R rows of the list, if it is so long: first row of the unit, rows before, rows, first and last part."""
+    groups = M // R
+    u = tl.load(place + 4 * (i // groups), mask=i < U * groups, other=-1)
+    there = u >= 0
+    skipped = i % groups * R
+    row = tl.load(units + 4 * u + 1, mask=there, other=0)
+    rows = tl.load(units + 4 * u + 2, mask=there, other=0)
+    blocks = tl.load(place + 4 * u + 1, mask=there, other=0)
+    first = tl.load(place + 4 * u + 2, mask=there, other=0)
+    last = tl.load(place + 4 * u + 3, mask=there, other=0)
+    return there, row, skipped, rows, first, tl.where(blocks > 0, last, first - 1)
 
 
 @triton.jit(do_not_specialize=["M", "U"])
 def _combine_kernel(part_out, part_lse, units, place, out, lse, M, U, R: tl.constexpr, AT_ONCE: tl.constexpr):
     """Go through the list of units that need it, R rows at a time, in strides of all programs."""
-    groups = M // R
     i = tl.program_id(0)
-    u = tl.load(place + 4 * (i // groups), mask=i < U * groups, other=-1)
+    there, row, skipped, rows, first, last = _listed(units, place, i, M, U, R)
     # Every program waits, also one that has nothing to do: the stream takes this launch's end for that of the decode.
     tl.extra.cuda.gdc_wait()
-    while u >= 0:
-        rows = i % groups * R + tl.arange(0, R)
-        _merge_rows(part_out, part_lse, units, place, out, lse, M, u, rows, R, AT_ONCE)
+    d = tl.arange(0, 512)
+    while there:
+        r = skipped + tl.arange(0, R)
+        inside = r < rows
+        peak = tl.full([R], float("-inf"), tl.float32)
+        total = tl.zeros([R], tl.float32)
+        acc = tl.zeros([R, 512], tl.float32)
+        for p in range(first, last + 1, AT_ONCE):  # no part where there is no key
+            parts = p + tl.arange(0, AT_ONCE)
+            slots = ((2 * parts + (parts == first)).to(tl.int64) * M)[:, None] + r[None, :]
+            live = (parts <= last)[:, None] & inside[None, :]
+            state = tl.load(part_lse + slots, mask=live, other=float("-inf"))
+            values = tl.load(part_out + slots[:, :, None] * 512 + d[None, None, :], mask=live[:, :, None], other=0.0)
+            new_peak = tl.maximum(peak, tl.max(state, 0))
+            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(state - finite[None, :])
+            decay = tl.exp2(peak - finite)
+            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
+            total = total * decay + tl.sum(weights, 0)
+            peak = new_peak
+        some = total > 0
+        acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+        at = (row.to(tl.int64) + r)[:, None] * 512 + d[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None])
+        natural = tl.where(some, (peak + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + row + r, natural, mask=inside)
         i += tl.num_programs(0)
-        u = tl.load(place + 4 * (i // groups), mask=i < U * groups, other=-1)
+        there, row, skipped, rows, first, last = _listed(units, place, i, M, U, R)
 
 
 def combine(
@@ -78,7 +82,7 @@ def combine(
 
     `units` (U, 4) and `place` (U, 4) int32 are those of `schedule`: a unit spread over parts first .. last has its
     states in slots 2 first + 1 and 2 p for the others. Rows of a unit without keys get 0 and -inf; a unit that is not
-    listed, since one part did it, is left alone. lse is float32, natural. `at_once` states are merged in a step, 2 or 16.
+    listed, since one part did it, is left alone. lse is float32, natural. `at_once` states are merged at once, 2 or 16.
     Source: FlashAttention-2 (arXiv 2307.08691) section 3.1.
     """
     R, U = SHAPES[at_once], units.shape[0]
@@ -110,14 +114,14 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
     toy = size == "toy"
     N, M = (3, 16) if toy else (128, 128)
     listed = [0, 2, 3, -1, -1] if toy else list(range(64))
-    parts_of = [(9, 0, 2), (4, 2, 2), (0, 0, 0), (40, 3, 20), (0, 0, 0)] if toy else [(128, i, i + 2) for i in range(64)]
-    places = [(u, *parts) for u, parts in zip(listed, parts_of, strict=True)]
+    parts = [(9, 0, 2), (4, 2, 2), (0, 0, 0), (40, 3, 20), (0, 0, 0)] if toy else [(128, i, i + 2) for i in range(64)]
+    places = [(u, *one) for u, one in zip(listed, parts, strict=True)]
     units = [(u, u * N, N if u < 4 or not toy else 0, 0) for u in range(len(places))]
-    parts = max(last for *_, last in places) + 1
+    slots = 2 * (max(last for *_, last in places) + 1)
     random = torch.Generator(device).manual_seed(seed)
-    part_lse = torch.randn(2 * parts, M, generator=random, device=device) * 3
+    part_lse = torch.randn(slots, M, generator=random, device=device) * 3
     part_lse[:, 1] = float("-inf")
-    part_out = torch.randn(2 * parts, M, 512, generator=random, device=device)
+    part_out = torch.randn(slots, M, 512, generator=random, device=device)
     ints = lambda x: torch.tensor(x, dtype=torch.int32, device=device)
     T = len(units)
     arguments: dict[str, Any] = {

@@ -55,7 +55,8 @@ def zero_rows(buffer, first):
 @gluon.jit
 def launch_next():
     """Let the merge be launched from now on; it waits by itself for the end of this kernel."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    asm: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -205,8 +205,9 @@ def schedule(
     where on the line its first block lies, most and least keys that a row sees, pages of its first and second block.
     A part has these of its first unit, the pages from its own first block on, then: which entry that is, how many it
     takes, its first block, the one after its last, and where its stretch ends. place: blocks, first and last part of
-    every unit behind a list of its own, the units that are cut or have rows and no keys, -1 past its end. A unit has at most `most_rows` rows; one without rows does nothing, one without
-    keys is no entry.
+    every unit, behind a list of its own: units that are cut or have rows and no keys, -1 past its end. A unit has at
+    most `most_rows` rows; one without rows does nothing, one without keys is no entry. Pages of less than 64 rows are
+    not looked up: 0.
     """
     U, parts, tokens = units.shape[0], part.shape[0], (most_rows - 1) // N + 2
     _schedule_kernel[(1,)](

@@ -29,7 +29,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -258,10 +257,10 @@ def store_state(
     log2_sum = gl.where(seen, m + gl.log2(total), float("-inf"))
     offr = gl.arange(0, 64, layout=RS)
     if whole:
-        # 16 bytes a thread, moved within four threads only
+        # each store writes 16 bytes a thread, 128 bytes a row; moving more takes shared memory that is not there
         VL: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 64], [0, 128], [4, 0], [8, 0]],
+            lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
             warp_bases=[[16, 0], [32, 0]],
             block_bases=[],
             shape=[64, 256],
@@ -274,9 +273,17 @@ def store_state(
         if COLUMN == 0:
             gl.store(lse + row + offr, log2_sum * LN2, mask=offr < inside)
     else:
-        slots = slot_row.to(gl.int64) + gl.arange(0, 64, layout=RO)
-        at_column = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, MO))
-        gl.store(part_out + slots[:, None] * 512 + at_column[None, :], o)
+        WL: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
+            lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 256],
+        )
+        state = gl.convert_layout(o, WL)
+        slots = slot_row.to(gl.int64) + gl.arange(0, 64, layout=gl.SliceLayout(1, WL))
+        at_column = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WL))
+        gl.store(part_out + slots[:, None] * 512 + at_column[None, :], state)
         if COLUMN == 0:
             gl.store(part_lse + slot_row + offr, log2_sum)
 
@@ -296,16 +303,23 @@ def step(
 
 @gluon.jit
 def load_first(descs, bars, bufs, row, even, odd, top, has, EVEN: gl.constexpr, PAGE: gl.constexpr):
-    """Start the copies of the first query and of the first pair, each by whoever reloads it later."""
+    """Start the copies of the first query and of the first pair, each by whoever reloads it later.
+
+    All processors begin at once and share the memory's rate, so the odd block waits for the query to be there.
+    """
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
     q_desc, q_pe_desc, pool = descs
     if EVEN:
         load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, has, 64)
         load_left(pool, even, top, left0_full, left0, has, PAGE)
-        load_left_and_rope(pool, odd, top, left1_full, left1, rope1, has, PAGE)
     else:
         load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, has, PAGE)
+    if has:
+        mbarrier.wait(q_full, 0)
+    if EVEN:
+        load_left_and_rope(pool, odd, top, left1_full, left1, rope1, has, PAGE)
+    else:
         load_right(pool, odd, top, right1_full, right1, has, PAGE)
 
 
