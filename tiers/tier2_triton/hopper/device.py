@@ -60,13 +60,6 @@ def launch_next():
 
 
 @gluon.jit
-def hint(pointer):
-    """Bring the line of a pointer near, for a load to come."""
-    asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-    gl.inline_asm_elementwise(asm, "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def spot_of(page, pages, block, page_rows, PAGE: gl.constexpr):
     """Where a block of 64 keys lies: its row of the pool, or where in the table its pages of less than 64 rows begin.
 

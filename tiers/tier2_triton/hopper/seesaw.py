@@ -58,7 +58,6 @@ from tiers.tier2_triton.hopper.device import (
     by_row,
     cut,
     find_spot,
-    hint,
     last_page,
     launch_next,
     load_keys,
@@ -257,10 +256,10 @@ def store_state(
     log2_sum = gl.where(seen, m + gl.log2(total), float("-inf"))
     offr = gl.arange(0, 64, layout=RS)
     if whole:
-        # each store writes 16 bytes a thread, 128 bytes a row; moving more takes shared memory that is not there
+        # 16 bytes a thread, moved within four threads only: 128 bytes a row were no faster and take 4 KB more
         VL: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 64], [0, 128], [4, 0], [8, 0]],
-            lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
             warp_bases=[[16, 0], [32, 0]],
             block_bases=[],
             shape=[64, 256],
@@ -273,17 +272,9 @@ def store_state(
         if COLUMN == 0:
             gl.store(lse + row + offr, log2_sum * LN2, mask=offr < inside)
     else:
-        WL: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
-            lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 256],
-        )
-        state = gl.convert_layout(o, WL)
-        slots = slot_row.to(gl.int64) + gl.arange(0, 64, layout=gl.SliceLayout(1, WL))
-        at_column = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WL))
-        gl.store(part_out + slots[:, None] * 512 + at_column[None, :], state)
+        slots = slot_row.to(gl.int64) + gl.arange(0, 64, layout=RO)
+        at_column = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, MO))
+        gl.store(part_out + slots[:, None] * 512 + at_column[None, :], o)
         if COLUMN == 0:
             gl.store(part_lse + slot_row + offr, log2_sum)
 
@@ -303,23 +294,16 @@ def step(
 
 @gluon.jit
 def load_first(descs, bars, bufs, row, even, odd, top, has, EVEN: gl.constexpr, PAGE: gl.constexpr):
-    """Start the copies of the first query and of the first pair, each by whoever reloads it later.
-
-    All processors begin at once and share the memory's rate, so the odd block waits for the query to be there.
-    """
+    """Start the copies of the first query and of the first pair, each by whoever reloads it later."""
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
     q_desc, q_pe_desc, pool = descs
     if EVEN:
         load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, has, 64)
         load_left(pool, even, top, left0_full, left0, has, PAGE)
-    else:
-        load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, has, PAGE)
-    if has:
-        mbarrier.wait(q_full, 0)
-    if EVEN:
         load_left_and_rope(pool, odd, top, left1_full, left1, rope1, has, PAGE)
     else:
+        load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, has, PAGE)
         load_right(pool, odd, top, right1_full, right1, has, PAGE)
 
 
@@ -366,7 +350,6 @@ def warpgroup(
         offr = gl.arange(0, 64, layout=RS)
         bound = gl.load(bounds + (row + offr) // N, mask=offr < inside, other=keys)
         times = scale_of(scale, row_scale, row, offr, inside)
-        hint(entry)
         o = gl.zeros([64, 256], gl.float32, layout=MO)
         total = gl.zeros([64], gl.float32, layout=RS)
         m = gl.full([64], MASKED, gl.float32, layout=RS)
