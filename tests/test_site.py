@@ -139,10 +139,10 @@ def test_formulas_are_drawn_in_readable_size_on_a_phone(browser, address):
 
 
 def test_diagrams_have_their_text_and_the_colours_of_the_palette(page, address):
-    page.goto(f"{address}explanation/mla-on-one-page/")
+    page.goto(f"{address}reference/contract/")
     drawn(page)
     diagram = page.locator("div.diagram svg").first
-    assert "cache: L + R a token" in diagram.text_content()
+    assert "pages of latent rows" in diagram.text_content()
     strokes = diagram.evaluate("s => [...s.querySelectorAll('.latent > *')].map(e => getComputedStyle(e).stroke)")
     assert "rgb(42, 111, 187)" in strokes
     assert page.faults == []
@@ -162,7 +162,7 @@ def test_dark_mode_toggles_and_stays(page, address):
     scheme = lambda: page.evaluate("document.body.dataset.mdColorScheme")
     colour = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")
     brightness = lambda: sum(map(int, re.findall(r"\d+", colour())[:3]))
-    page.goto(f"{address}explanation/mla-on-one-page/")
+    page.goto(f"{address}reference/contract/")
     drawn(page)
     assert (scheme(), brightness() > 600) == ("default", True)
     page.locator("label[title='Dark']").click()

@@ -34,9 +34,9 @@ export function plot({ label, width, x, y, lines, dots = [] }) {
       text(at, dot.name, { "text-anchor": words, class: "name" }))));
 }
 
-// Names beside their dots, moved up where two would lie over each other.
+// Names beside their dots, moved down where one would lie over another or over a dot.
 function places(dots, px, py, right) {
-  const taken = [];
+  const taken = dots.map((dot) => [px(dot.at[0]) - 5, py(dot.at[1]) + 4, 10]);
   return dots.map((dot) => {
     const [cx, cy] = [px(dot.at[0]), py(dot.at[1])], wide = 7 * dot.name.length, flip = cx + wide + 10 > right;
     let y = cy + 18;

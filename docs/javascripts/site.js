@@ -84,7 +84,16 @@
     }
   }
 
+  // Printed columns: four lines in a row that are too long for the page must not wrap.
+  function columns() {
+    for (const code of document.querySelectorAll(".language-text pre > code")) {
+      let run = 0;
+      if (code.textContent.split("\n").some((line) => (run = line.length > 96 ? run + 1 : 0) > 3)) code.classList.add("columns");
+    }
+  }
+
   function draw() {
+    columns();
     formulas();
     diagrams();
   }

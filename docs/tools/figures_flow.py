@@ -183,8 +183,8 @@ def pages() -> Sheet:
             slot, y = page * size + place, 188.0 + 32 * place
             token = owner.get(slot)
             s.rect(x, y, 64, 32, "latent" if token else "grey", fill[token[0]] if token else 0.0)
-            s.text(x + 7, y + 20.5, token or "NaN", bold=bool(token), **({} if token else {"opacity": "0.6"}))
-            s.text(x + 58, y + 20.5, str(slot), "end", **({} if token else {"opacity": "0.6"}))
+            s.text(x + 7, y + 20.5, token or "NaN", bold=bool(token), **({} if token else {"opacity": "0.75"}))
+            s.text(x + 58, y + 20.5, str(slot), "end", **({} if token else {"opacity": "0.75"}))
     i = lens["A"] - 1
     slot = slots_of(batch.block_table[0], i, i + 1, size).item()
     page, place = table["A"][i // size], i % size

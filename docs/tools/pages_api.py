@@ -1,6 +1,6 @@
 """The API pages: one for each part of the package, every module of mla and tiers on exactly one of them."""
 
-from pieces import ROOT, table
+from pieces import ROOT
 
 PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "model": (
@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Bytes, FLOPs, rooflines and times.",
         (
             "mla.cost", "mla.roofline", "mla.tune", "mla.chunks", "mla.ragged", "mla.memory", "mla.timing",
-            "mla.bench_scene", "mla.bench", "mla.peers", "mla.aot",
+            "mla.bench_scene", "mla.bench", "mla.peers", "mla.aot", "mla.sass",
         ),
     ),
     "traffic": ("Traffic", "Request traces, a page pool, a scheduler, and the replay of `mla compare`.",
@@ -71,13 +71,13 @@ def pages() -> dict[str, str]:
     for page, (title, about, _) in PARTS.items():
         blocks = "\n".join(f"::: {module}\n" for module in by_page[page])
         found[f"reference/api/{page}.md"] = f"# {title}\n\n{about}\n\n{blocks}"
-    rows = [
-        (f"[{title}]({page}.md)", about.split(" [")[0], ", ".join(f"`{m}`" for m in by_page[page]))
+    parts = "\n".join(
+        f"**[{title}]({page}.md).** {about.split(' [')[0]}\n\n{', '.join(f'`{m}`' for m in by_page[page])}\n"
         for page, (title, about, _) in PARTS.items()
-    ]
+    )
     found["reference/api/index.md"] = (
         "# API\n\n"
         "Every public name of both packages, from its docstring. Axis letters are those of the "
-        "[glossary](../glossary.md).\n\n" + table(("part", "what", "modules"), rows)
+        "[glossary](../glossary.md).\n\n" + parts
     )
     return found

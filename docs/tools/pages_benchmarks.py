@@ -8,7 +8,13 @@ from pieces import RESULTS, dated, escape, html_table, record, where
 
 from mla.batch import parse_batch
 
-COLOURS = ("latent", "rope", "per-head", "query", "error", "grey")
+COLOURS = ("latent", "rope", "per-head", "query", "error")
+SHAPES = {
+    "circle": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
+    "square": "M-4-4h8v8h-8z",
+    "triangle": "M0-5l5 9h-10z",
+    "diamond": "M0-5.5l5 5.5-5 5.5-5-5.5z",
+}
 METHOD = """
 ## Method
 
@@ -150,11 +156,11 @@ def decode_series(records: list[tuple[str, dict[str, Any]]]) -> tuple[dict[str, 
 class Axes:
     """Both axes logarithmic, in a box that leaves room for their words."""
 
-    width, height, left, top, right, bottom = 640, 360, 56, 14, 14, 44
+    width, height, left, top, right, bottom = 640, 400, 60, 14, 14, 48
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         """Fit the axes around the points."""
-        self.x = math.log2(min(xs)) - 0.3, math.log2(max(xs)) + 0.3
+        self.x = math.log2(min(xs)) - 0.4, math.log2(max(xs)) + 0.4
         self.y = math.floor(math.log10(min(ys))), math.log10(max(ys)) + 0.15
 
     def at(self, x: float, y: float) -> tuple[float, float]:
@@ -198,13 +204,9 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, opacity: float
 
 
 def mark(i: int, x: float, y: float, title: str) -> str:
-    """Return the marker of series i, its shape other than its neighbours', so that colour is not all."""
-    said, fill = tag("title", escape(title)), f"var(--mla-{COLOURS[i % len(COLOURS)]})"
-    if i % 3 == 0:
-        return tag("circle", said, cx=x, cy=y, r="4.5", fill=fill)
-    if i % 3 == 1:
-        return tag("rect", said, x=x - 4.0, y=y - 4.0, width="8", height="8", fill=fill)
-    return tag("path", said, d=f"M{x:.1f} {y - 5:.1f}l5 9h-10z", fill=fill)
+    """Return the marker of series i: colour and shape together belong to it alone, for twenty series."""
+    fill, shape = f"var(--mla-{COLOURS[i % len(COLOURS)]})", list(SHAPES.values())[i % len(SHAPES)]
+    return tag("path", tag("title", escape(title)), d=shape, fill=fill, transform=f"translate({x:.1f} {y:.1f})")
 
 
 def tokens(n: int) -> str:
@@ -220,18 +222,24 @@ def chart(series: dict[str, list[Point]], rate: float, row_bytes: int) -> str:
     ends = [(*axes.at(x, copied(x)),) for x in (min(xs), max(xs))]
     out = [axes.grid(), line(*ends[0], *ends[1], "grey", stroke_dasharray="5 4", stroke_width="1.5")]
     for i, (name, points) in enumerate(series.items()):
+        aside = 10.0 * (i - (len(series) - 1) / 2)
         for x, y, low, high, batch in points:
-            out += [line(*axes.at(x, low), *axes.at(x, high), COLOURS[i % len(COLOURS)], stroke_width="2")]
-            out += [mark(i, *axes.at(x, y), f"{name}, {batch}: {y:.4g} ms, {low:.4g} to {high:.4g}")]
+            (across, up), (_, bottom), (_, top) = axes.at(x, y), axes.at(x, low), axes.at(x, high)
+            out += [line(across + aside, bottom, across + aside, top, COLOURS[i % len(COLOURS)], stroke_width="2")]
+            out += [mark(i, across + aside, up, f"{name}, {batch}: {y:.4g} ms, {low:.4g} to {high:.4g}")]
     label = "Time of a decode step against cached tokens"
     box: dict[str, Any] = dict(
-        viewBox=f"0 0 {axes.width} {axes.height}", width=axes.width, font_size="11", fill="currentColor"
+        viewBox=f"0 0 {axes.width} {axes.height}", width=axes.width, font_size="13", fill="currentColor"
     )
     drawing = tag("svg", "".join(out), **{"class": "figure"}, role="img", aria_label=label, **box)
     key = lambda i, name: tag("svg", mark(i, 0.0, 0.0, name), width="14", height="14", viewBox="-7 -7 14 14")
-    keys = " &nbsp; ".join(f"{key(i, name)} {escape(name)}" for i, name in enumerate(series))
-    said = f"{keys}<br>Bars: fastest to slowest repeat. Dashed: the time that copying these rows takes."
-    return f'<figure markdown="0">\n{drawing}\n<figcaption>{said}</figcaption>\n</figure>\n'
+    keys = " ".join(f"<span>{key(i, name)} {escape(name)}</span>" for i, name in enumerate(series))
+    said = (
+        "Series stand side by side at the same number of tokens. Bars: fastest to slowest repeat. Dashed: the time "
+        "that copying these rows takes."
+    )
+    said = f'<span class="keys">{keys}</span>{said}'
+    return f'<figure class="wide" markdown="0">\n<div>{drawing}</div>\n<figcaption>{said}</figcaption>\n</figure>\n'
 
 
 def pages() -> dict[str, str]:

@@ -14,7 +14,7 @@ def default_of(field: Any) -> str:
     value = field.default
     if value is None:
         return "none"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def kind_of(annotation: Any) -> str:
@@ -37,7 +37,10 @@ def settings_page() -> str:
         kinds = kind_of(field.annotation)
         about = (field.description or "") + (f" One of {kinds}." if kinds else "")
         rows.append((f"`{name}`", f"`{flag}`", f"`MLA_{name.upper()}`", f"`{default_of(field)}`", about))
-    text = """
+    text = """---
+hide: [toc]
+---
+
 # Settings
 
 A run takes its settings in this order, the first that names one wins: a flag, an `MLA_*` variable of the environment,

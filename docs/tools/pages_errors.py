@@ -1,6 +1,7 @@
 """The page of errors: every complaint that `mla.errors.bad` makes, read from the code without running it."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from pages_api import PARTS, part_of
@@ -105,7 +106,8 @@ def pages() -> dict[str, str]:
 
 
 def escaped(row: tuple[str, str, str]) -> tuple[str, ...]:
-    """Return cells in which nothing but code is markup."""
+    """Return cells in which nothing but code is markup: names, and what the sentence itself has between ticks."""
     first, *others = row
-    plain = lambda text: "".join(f"\\{c}" if c in "\\`*_[]<>$" else c for c in text)
-    return first, *map(plain, others)
+    plain = lambda text: "".join("&lt;" if c == "<" else f"\\{c}" if c in "\\`*_[]>$" else c for c in text)
+    cells = lambda text: "".join(part if i % 2 else plain(part) for i, part in enumerate(re.split(r"(`[^`]+`)", text)))
+    return first, *map(cells, others)

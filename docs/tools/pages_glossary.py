@@ -189,7 +189,7 @@ def models() -> str:
     aliases = ", ".join(f"`{a}` is `{b}`" for a, b in ALIASES.items())
     said = "\n".join(f"- `{name}`: {'; '.join(sentences)}" for name, sentences in notes)
     return (
-        "# Models\n\n"
+        "---\nhide: [toc]\n---\n\n# Models\n\n"
         "Sizes of released models, from `mla/presets.py`; any of these names is a value of `--model`. Bytes are "
         "those of a "
         "bfloat16 cache. The last number but one says how much larger keys and values of all heads would be: what "

@@ -76,11 +76,11 @@ def output(cell: dict[str, Any], slug: str, pictures: dict[str, bytes]) -> str:
         elif "image/svg+xml" in data:
             name = f"learn/{slug}-{len(pictures)}.svg"
             pictures[name] = text_of(data["image/svg+xml"]).encode("utf-8")
-            parts.append(picture(name, data))
+            parts.append(picture(name, out, "image/svg+xml"))
         elif "image/png" in data:
             name = f"learn/{slug}-{len(pictures)}.png"
             pictures[name] = base64.b64decode(text_of(data["image/png"]))
-            parts.append(picture(name, data))
+            parts.append(picture(name, out, "image/png"))
         elif "text/markdown" in data:
             parts.append(prose(text_of(data["text/markdown"])) + "\n")
         elif "text/latex" in data:
@@ -92,10 +92,10 @@ def output(cell: dict[str, Any], slug: str, pictures: dict[str, bytes]) -> str:
     return "\n".join(parts)
 
 
-def picture(name: str, data: dict[str, Any]) -> str:
-    """Return the Markdown of a picture; what a notebook prints as its text is a poor alternative, but one."""
-    said = text_of(data.get("text/plain", ""))
-    return f"![{'' if said.startswith('<') else escape(said)}]({name.removeprefix('learn/')})\n"
+def picture(name: str, out: dict[str, Any], kind: str) -> str:
+    """Return the Markdown of a picture, with the words that the notebook has for readers who do not see it."""
+    said = escape(out.get("metadata", {}).get(kind, {}).get("alt", "")).replace("[", "(").replace("]", ")")
+    return f"![{said}]({name.removeprefix('learn/')})\n"
 
 
 def solutions(slug: str) -> dict[str, str]:
@@ -107,10 +107,10 @@ def solutions(slug: str) -> dict[str, str]:
     return dict(zip(parts[1::2], (p.strip("\n") for p in parts[2::2]), strict=True))
 
 
-def folded(tag: str, text: str) -> str:
-    """Return a solution that opens on a click."""
+def folded(name: str, text: str) -> str:
+    """Return a solution that opens on a click; `name` is what its section calls the exercise."""
     inner = "\n".join(f"    {line}".rstrip() for line in fence("python", text).splitlines())
-    return f'??? success "A solution of exercise {tag.removeprefix("ex")}"\n\n{inner}\n'
+    return f'??? success "A solution of {name}"\n\n{inner}\n'
 
 
 def page(slug: str) -> dict[str, str | bytes]:
@@ -119,11 +119,14 @@ def page(slug: str) -> dict[str, str | bytes]:
     cells = json.loads(source)["cells"]
     pictures: dict[str, bytes] = {}
     answers, parts = solutions(slug), []
+    named: dict[str, str] = {}
     for i, cell in enumerate(cells):
         text = text_of(cell["source"]).strip("\n")
         tags = cell.get("metadata", {}).get("tags", [])
         if cell["cell_type"] == "markdown":
             parts.append(prose(text) + "\n")
+            heads = re.findall(r"^#+ (\w+) (\d+)\b", text, re.MULTILINE)
+            named |= {f"ex{number}": f"{word.lower()} {number}" for word, number in heads}
             if i == 0:
                 parts.append(
                     f"[Download this notebook]({slug}.ipynb){{ .md-button }} or, in a clone, "
@@ -131,7 +134,8 @@ def page(slug: str) -> dict[str, str | bytes]:
                 )
         elif cell["cell_type"] == "code" and text and "hide" not in tags:
             parts += [fence("python", text), output(cell, slug, pictures)]
-            parts += [folded(tag, answers[tag]) for tag in tags if tag in answers]
+            names = {tag: named.get(tag, f"exercise {tag.removeprefix('ex')}") for tag in tags if tag in answers}
+            parts += [folded(name, answers[tag]) for tag, name in names.items()]
     text = "\n".join(part for part in parts if part.strip()) + "\n"
     return {f"learn/{slug}.md": text, f"learn/{slug}.ipynb": source, **pictures}
 
@@ -174,6 +178,6 @@ def pages() -> dict[str, str | bytes]:
     for slug in SLUGS:
         found |= page(slug)
         title, gain = title_and_gain(slug)
-        rows.append((f"[{title}]({slug}.md)", prose("<br>".join(gain))))
+        rows.append((f"[{title}]({slug}.md)", f"<ul>{''.join(f'<li>{item}</li>' for item in gain)}</ul>"))
     found["learn/index.md"] = INDEX + table(("notebook", "after it you can"), rows)
     return found
