@@ -1,4 +1,4 @@
-"""Draw a decode batch from a request trace, as `mla bench --batch` takes it: requests caught in the middle of an answer.
+"""Draw a decode batch from a request trace, as `mla bench --batch` takes it: requests in the middle of an answer.
 
     mla bench triton flashmla --batch $(python docs/tools/trace_batch.py TRACE.jsonl --requests 64)
 

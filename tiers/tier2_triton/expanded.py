@@ -1,9 +1,10 @@
 """The expanded half of the Triton tier: latents become every head's keys and values, a bounded workspace at a time.
 
 Keys of the chosen requests are packed into chunks of at most `cap` rows. A chunk is gathered from pages, multiplied by
-W_UK and W_UV, and attended by one of three routes: "triton", our own kernel, all requests of a chunk in one launch;
-"cudnn" and "padded", kernels behind PyTorch that take one request at a time, a rectangle or a causal square, and whose
-results are merged. "padded" fills values up to P + R with zeros for a kernel of equal widths and cuts the output back.
+W_UK and W_UV, and attended by one of four routes: "triton" and, on sm_90, "hopper", our own kernels, all requests of a
+chunk in one launch; "cudnn" and "padded", kernels behind PyTorch that take one request at a time, a rectangle or a
+causal square, and whose results are merged. "padded" fills values up to P + R with zeros for a kernel of equal widths
+and cuts the output back.
 
 Axes: T new tokens (packed over requests), n keys in the workspace, B requests, N heads, L KV rank, P nope, R rope,
 V value.
@@ -11,6 +12,7 @@ V value.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,10 +31,13 @@ from mla.need import Need
 from mla.projections import Query, UpProjection
 from mla.tier import Plan
 
-ROUTES = ("triton", "cudnn", "padded")
+ROUTES = ("triton", "hopper", "cudnn", "padded")  # the first two work by tiles, the others by calls
+OURS = {"triton": "tiers.tier2_triton.kernels.prefill", "hopper": "tiers.tier2_triton.hopper.prefill"}
 # New tokens from which cuDNN is faster: 4 x 256 over 8192 keys take 3.0 ms by our kernel and 3.8 by cuDNN, one fresh
 # prompt of 4096 takes 1.80 and 1.70.
 CUDNN_FROM = 1024
+# And from which our kernel for sm_90 is: causal, 128 heads, 479 TFLOP/s at 4096 and 644 at 16384, cuDNN 555 and 586.
+HOPPER_FROM = 8192
 CUDNN_WIDTH = {"sm_90": 256, "sm_80": 128, "sm_100": 128}  # widest head that PyTorch lets through to cuDNN
 ONE_KEY_ROWS = 256
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -55,7 +60,7 @@ class Call(NamedTuple):
 class Chunk:
     """What the workspace holds at once: `rows` rows, the blocks (k, 4) that fill it, and the work over it.
 
-    `blocks` and `tiles` (num_tiles, 7) are int32 on the device; "triton" works by tiles, the others by calls.
+    `blocks` and `tiles` (num_tiles, 7) are int32 on the device; "triton" and "hopper" work by tiles, others by calls.
     """
 
     rows: int
@@ -73,7 +78,7 @@ class ExpandedSteps:
     """
 
     route: str
-    tile: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    tile: tuple[int, ...] = (0, 0, 0, 0, 0)
     chunks: list[Chunk] = field(default_factory=list)
     sizes: Sizes = field(default_factory=dict)
     parts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -97,15 +102,27 @@ def why_not_route(need: Need, route: str) -> list[str]:
     if not isinstance(need.layout, FloatRows) or need.layout.dtype != need.dtype:
         found = f"a cache of {need.layout.name} rows is not expanded for queries of {need.dtype}"
         reasons.append(f"{found}; route {route!r} takes rows of the queries' dtype; use that or the absorbed form.")
-    return reasons + (_why_not_triton(need) if route == "triton" else _why_not_sdpa(need, route))
+    if route in OURS:
+        return reasons + (_why_not_triton(need) if route == "triton" else _why_not_hopper(need))
+    return reasons + _why_not_sdpa(need, route)
 
 
 def _why_not_triton(need: Need) -> list[str]:
     try:
-        _tile(need)
+        _tile(need, "triton")
     except ValueError as error:
         return [f"route 'triton' does not fit on {need.arch}: {error}"]
     return []
+
+
+def _why_not_hopper(need: Need) -> list[str]:
+    reasons = []
+    if need.arch != "sm_90":
+        reasons.append(f"arch {need.arch!r} is not served by route 'hopper', which takes sm_90; use 'triton'.")
+    if (need.P, need.R, need.V) != (128, 64, 128) or need.L % 8:
+        found = f"P, R, V, L = {need.P}, {need.R}, {need.V}, {need.L} is not taken by route 'hopper'"
+        reasons.append(f"{found}, which takes 128, 64, 128 and multiples of 8; use 'triton'.")
+    return reasons
 
 
 def _why_not_sdpa(need: Need, route: str) -> list[str]:
@@ -154,7 +171,7 @@ def plan_expanded(
         counts[b] = batch.seq_lens_host[b] if batch.query_lens_host[b] else 0
     packed = pack_chunks(counts, cap, need.page_size)
     steps = ExpandedSteps(route)
-    if route == "triton":
+    if route in OURS:
         held, work = _tiles(steps, need, batch, sorted(requests), packed)
         calls: list[list[Call]] = [[] for _ in work]
     else:
@@ -178,15 +195,15 @@ def expanded_sizes(need: Need, cap: int, route: str = "triton") -> Sizes:
 
         cap (L + R + N (P + V)) s + 4 max_tokens N (V + 1)
 
-    "triton" has no accumulator where all keys fit into one chunk, or where the output is float32 and is added up in
-    place. The other routes always have one, and cap N (P + R) s for whole keys, max_query_len N (P + R) s for queries,
+    Our own routes have no accumulator where all keys fit into one chunk, or where the output is float32 and is added up
+    in place. The others always have one, and cap N (P + R) s for whole keys, max_query_len N (P + R) s for queries,
     P + R in place of V if "padded", and what PyTorch allocates for the output of a call. Raises ValueError without a
     capacity.
     """
     c = need.capacity
     if c is None:
         raise bad("need.capacity", expected="a Capacity", got="None", fix="take the sizes that plan_expanded found")
-    split = route != "triton" or c.max_requests * c.max_seq_len > cap
+    split = route not in OURS or c.max_requests * c.max_seq_len > cap
     return _sizes(need, route, cap, c.max_tokens if split else 0, c.max_query_len, c.max_tokens)
 
 
@@ -197,7 +214,7 @@ def _sizes(need: Need, route: str, rows: int, held: int, queries: int, tokens: i
         "expanded_k_nope": ((rows, N * need.P), dtype),
         "expanded_v": ((rows, N * (width if route == "padded" else need.V)), dtype),
     }
-    if route != "triton":
+    if route not in OURS:
         sizes["expanded_k"] = ((rows, N, width), dtype)
         sizes["expanded_q"] = ((queries, N, width), dtype)
     if not _out_is_acc(need, route):
@@ -209,11 +226,15 @@ def _sizes(need: Need, route: str, rows: int, held: int, queries: int, tokens: i
 
 def _out_is_acc(need: Need, route: str) -> bool:
     """True where partial results may lie in the output itself, without rounding."""
-    return route == "triton" and need.out_dtype == torch.float32
+    return route in OURS and need.out_dtype == torch.float32
 
 
-def _tile(need: Need) -> tuple[int, int, int, int, int]:
+def _tile(need: Need, route: str) -> tuple[int, ...]:
     """The kernel's tile on this GPU; on one that is not known, the tile for the least shared memory."""
+    if route == "hopper":
+        from tiers.tier2_triton.hopper.prefill import TILE
+
+        return TILE
     from tiers.tier2_triton.kernels.prefill import prefill_tile
 
     return prefill_tile(need.dtype, need.P, need.R, need.V, SHARED_LIMIT.get(need.arch, min(SHARED_LIMIT.values())))
@@ -230,7 +251,7 @@ def _tiles(
     from tiers.tier2_triton.kernels.gather import cut
     from tiers.tier2_triton.kernels.prefill import CONTINUES, LEAVES
 
-    steps.tile = _tile(need)
+    steps.tile = _tile(need, steps.route)
     starts, query_lens = np.array([0, *accumulate(batch.query_lens_host)]), np.zeros(batch.num_requests, np.int64)
     query_lens[requests] = np.array(batch.query_lens_host)[requests]
     owner, offset, rows = cut(query_lens, steps.tile[0])
@@ -327,15 +348,14 @@ def attend_expanded(
     if lse is None:
         lse = plan.scratch("expanded_lse", (plan.batch.num_tokens, need.N), torch.float32)
     acc = out if _out_is_acc(need, steps.route) else _whole(plan, "expanded_acc")
-    if steps.route != "triton":
+    if steps.route not in OURS:
         _begin(steps, out, lse)
     for chunk in steps.chunks:
         k_nope, k_pe, v = _expand(chunk, cache, data, plan)
-        if steps.route == "triton":
-            from tiers.tier2_triton.kernels.prefill import prefill
-
+        if steps.route in OURS:
             bounds = plan.batch.row_kv_lens.contiguous()
-            prefill(*q, k_nope, k_pe, v, bounds, chunk.tiles, acc, out, lse, need.softmax_scale, steps.tile)
+            work = (bounds, chunk.tiles, acc, out, lse, need.softmax_scale, steps.tile)
+            import_module(OURS[steps.route]).prefill(*q, k_nope, k_pe, v, *work)
         else:
             _attend_calls(steps, chunk, q, k_nope, k_pe, v, plan, acc, out, lse)
     for row, stop, at in steps.parts:

@@ -54,6 +54,7 @@ from tiers.tier2_triton.absorbed import (
 )
 from tiers.tier2_triton.expanded import (
     CUDNN_FROM,
+    HOPPER_FROM,
     ExpandedSteps,
     attend_expanded,
     expanded_sizes,
@@ -64,8 +65,8 @@ from tiers.tier2_triton.expanded import (
 from tiers.tier2_triton.hopper_rounds import HopperRound, why_not_hopper
 from tiers.tier2_triton.launch import FLOATS, HALVES, decode_tile, expand_from, shared_bytes
 
-FORMS = ("auto", "mqa", "hopper", "mha", "cudnn", "padded", "invariant")
-ROUTES = {"mha": "triton", "cudnn": "cudnn", "padded": "padded"}
+FORMS = ("auto", "mqa", "hopper", "mha", "hopper-mha", "cudnn", "padded", "invariant")
+ROUTES = {"mha": "triton", "hopper-mha": "hopper", "cudnn": "cudnn", "padded": "padded"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,12 +82,12 @@ class Steps:
 class TritonTier(Tier):
     """Our Triton kernels; `form` is "auto", "mqa" (absorbed), or how all are expanded: "mha", "cudnn" or "padded".
 
-    "mha" is our own kernel, "cudnn" and "padded" are those behind PyTorch. "auto" absorbs short queries, expands longer
-    ones by our kernel and the longest by cuDNN, each by the other where one does not serve the Need, or absorbs all
-    where none does. What "auto" absorbs goes to the Hopper kernels where they serve the Need, else `Plan.report` says
-    why not; "hopper" absorbs all by them, "mqa" all by the portable kernel. "invariant" keeps the promise of
-    Need.batch_invariant whether the Need asks for it or not. `max_workspace_tokens` bounds the rows (tokens) expanded
-    at once, None as in `paged`.
+    "mha" is our own kernel, "hopper-mha" the one for sm_90, "cudnn" and "padded" are those behind PyTorch. "auto"
+    absorbs short queries, expands longer ones by our kernel, long ones by cuDNN and the longest by the kernel for
+    sm_90, each by the next where one does not serve the Need, or absorbs all where none does. What "auto" absorbs goes
+    to the Hopper kernels where they serve the Need, else `Plan.report` says why not; "hopper" absorbs all by them,
+    "mqa" all by the portable kernel. "invariant" keeps the promise of Need.batch_invariant whether the Need asks for it
+    or not. `max_workspace_tokens` bounds the rows (tokens) expanded at once, None as in `paged`.
     """
 
     form: str = "auto"
@@ -123,16 +124,17 @@ class TritonTier(Tier):
         return workspace_rows(need, self.max_workspace_tokens)
 
     def route(self, need: Need, query_len: int = CUDNN_FROM) -> str | None:
-        """Return how requests of up to `query_len` new tokens are expanded: "triton", "cudnn" or "padded".
+        """Return how requests of up to `query_len` new tokens are expanded, one of the routes of `expanded`.
 
-        None where all are absorbed. "auto" takes cuDNN, one call a request, for long queries, and our kernel, one
-        launch for all, for short ones.
+        None where all are absorbed. "auto" takes our kernel, one launch for all, for short queries, cuDNN, one call a
+        request, for long ones, and our kernel for sm_90 for the longest.
         """
         if self.form in ("mqa", "hopper", "invariant") or need.graph_capture or need.batch_invariant:
             return None
         if self.form in ROUTES:
             return ROUTES[self.form]
-        best = ("cudnn", "triton") if query_len >= CUDNN_FROM else ("triton", "cudnn")
+        best = ("triton", "cudnn") if query_len < CUDNN_FROM else ("cudnn", "triton")
+        best = ("hopper", *best) if query_len >= HOPPER_FROM else best
         return next((route for route in best if not why_not_route(need, route)), None)
 
     def on_hopper(self, need: Need) -> bool:
@@ -204,7 +206,7 @@ class TritonTier(Tier):
             steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
             sizes |= steps.expanded.sizes
         if need.capacity is not None:  # of every route that a later batch may take, whatever this one does
-            for way in {self.route(need, n) for n in (1, CUDNN_FROM)} - {None}:
+            for way in {self.route(need, n) for n in (1, CUDNN_FROM, HOPPER_FROM)} - {None}:
                 found = expanded_sizes(need, self.cap(need), str(way))
                 sizes |= {k: v for k, v in found.items() if k not in sizes or prod(v[0]) > prod(sizes[k][0])}
         chosen, forms = set(expanded), ("mqa", "mha")
