@@ -17,7 +17,6 @@ module needs the extra `triton`, and imports it inside functions only.
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from mla.errors import bad
+from mla.sass import LOCAL_LOAD, LOCAL_STORE, PRODUCT, instructions, resources
 
 # Bytes of shared memory that a program may take. The compiler itself does not refuse more.
 SHARED_LIMIT = {
@@ -68,6 +68,7 @@ class Compile:
 class Compiled:
     """One kernel on one target; `registers` and `spilled` (bytes of stack) are per thread, `shared` bytes per program.
 
+    `products` (wgmma), `local_loads` and `local_stores` count instructions of code for sm_90, None on other targets.
     `status` is "ok", "too_large" (more shared memory than a program gets), "failed" or "not_run"; `detail` says why.
     """
 
@@ -80,6 +81,9 @@ class Compiled:
     shared_limit: int | None = None
     seconds: float = 0.0
     detail: str = ""
+    products: int | None = None
+    local_loads: int | None = None
+    local_stores: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -149,6 +153,7 @@ def compile_one(entry: Compile, target: str) -> Compiled:
     try:
         compiled = _compile(entry, kernel, target)
         registers, spilled = _resources(compiled, kernel.__name__)
+        counts = _counts(compiled, target)
     except Exception as error:  # whatever a compiler raises is what is wrong with the kernel
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return Compiled(name, target, "failed", seconds=time.perf_counter() - start, detail=said)
@@ -158,7 +163,7 @@ def compile_one(entry: Compile, target: str) -> Compiled:
     if limit is None:
         detail = f"what {target} gives a program is not known here, so whether it fits was not checked."
     status, seconds = "ok" if fits else "too_large", time.perf_counter() - start
-    return Compiled(name, target, status, registers, spilled, shared, limit, seconds, detail)
+    return Compiled(name, target, status, registers, spilled, shared, limit, seconds, detail, *counts)
 
 
 def kernel_of(entry: Compile) -> Any:
@@ -237,21 +242,19 @@ def _target(name: str) -> Any:
 
 
 def _resources(compiled: Any, name: str) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread. A Triton kernel has no variables in memory: its stack is spills."""
+    """Registers and bytes of stack, which are spills, of a thread."""
     if "amdgcn" in compiled.asm:
         number = lambda key: int(re.findall(rf"\.{key}:\s*(\d+)", compiled.asm["amdgcn"])[0])
         return number("vgpr_count"), number("private_segment_fixed_size")
-    import triton
+    return resources(compiled.asm["cubin"], name)
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = re.search(rf"Function {re.escape(name)}:\s+REG:(\d+) STACK:(\d+)", said)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of {name}: {said}")
-    return int(found[1]), int(found[2])
+
+def _counts(compiled: Any, target: str) -> tuple[int, int, int] | tuple[None, None, None]:
+    """Products, local loads and local stores in the code for sm_90, which is where products are single instructions."""
+    if target != "sm_90":
+        return None, None, None
+    found = instructions(compiled.asm["cubin"])
+    return found[PRODUCT], found[LOCAL_LOAD], found[LOCAL_STORE]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from mla import aot as module
 from mla.aot import EXAMPLE, SHARED_LIMIT, TARGETS, Compile, compile_file, compile_one, declared, kernel_of
 from mla.commands.aot import aot, aot_blocks
 from mla.commands.output import Grid
+from mla.sass import counted, instructions, resources
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -194,6 +195,54 @@ def test_the_users_cache_and_variables_are_left_alone(file, monkeypatch, tmp_pat
 def test_a_target_that_is_none_is_refused_with_the_known_ones(file):
     with pytest.raises(ValueError, match=r"target.*got 'h100'.*sm_80, sm_90"):
         compile_file(file(f"aot = [{ADD}]"), ["h100"])
+
+
+# What its instructions are
+
+
+@needs_triton
+def test_products_and_local_memory_are_counted_in_code_for_sm_90(file):
+    wide = f'Compile(outer, {OUTER}, {{"M": 256, "N": 256}}, name="wide", num_warps=4)'
+    dot = f'Compile(product, {PRODUCT}, {{"BLOCK": 128}}, num_warps=8, num_stages=2)'
+    spilling, multiplying, plain = compile_file(file(f"aot = [{wide}, {dot}, {ADD}]"), ["sm_90"])
+    assert spilling.products == plain.products == 0
+    # Warpgroups of 4 warps take 64 rows each, an instruction 16 terms: 128 terms are 8, and both run the same code
+    assert multiplying.products == 128 // 16
+    # 1028 bytes at least do not fit, and an instruction moves at most 16
+    assert min(spilling.local_loads, spilling.local_stores) >= 4 * (512 - 255) // 16
+    assert (plain.local_loads, plain.local_stores) == (multiplying.local_loads, multiplying.local_stores) == (0, 0)
+
+
+@needs_triton
+def test_other_targets_have_no_counts(file):
+    found = compile_file(file(f"aot = [{ADD}]"), ["sm_80", "gfx942"])
+    assert {(f.products, f.local_loads, f.local_stores) for f in found} == {(None, None, None)}
+
+
+@needs_triton
+def test_what_the_tool_does_not_show_is_said(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (entry,) = declared(file(f"aot = [{ADD}]"))
+    cubin = module._compile(entry, kernel_of(entry), "sm_90").asm["cubin"]
+    assert resources(cubin, "add")[0] > 0
+    with pytest.raises(RuntimeError, match="says nothing of subtract"):
+        resources(cubin, "subtract")
+    monkeypatch.setattr("mla.sass._said_of", lambda cubin, option: "")
+    with pytest.raises(RuntimeError, match="no instructions"):
+        instructions(cubin)
+
+
+def test_instructions_of_a_listing_are_counted_by_name():
+    listing = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;            /* 0x00000a00ff017b82 */
+                                                                     /* 0x000e220000000800 */
+        /*0010*/              @!P0 LDL.64 R2, [R1+0x8] ;             /* 0x0000000000007919 */
+        /*0020*/             @UP1 HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ; /* 0x0000 */
+        /*00a0*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4], R24 ; /* 0x0000 */
+    .L_x_0:
+        /*1000*/                   STL [R1], R2 ;                    /* LDL */
+"""
+    assert counted(listing) == {"LDC": 1, "LDL": 1, "HGMMA": 2, "STL": 1}
 
 
 # What a file must say; no compiler needed

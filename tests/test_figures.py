@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NAMES = {
     "cache-bars", "data-flow", "two-orders", "roofline", "non-commuting-square", "latent-row", "pages", "merge-tree",
-    "error-budget", "tier-ladder", "decision-tree",
+    "error-budget", "tier-ladder", "decision-tree", "hopper-schedule", "hopper-shared-memory",
 }  # fmt: skip
 V3 = preset("deepseek-v3")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,7 +32,8 @@ def tools():
     """The modules that draw, by name."""
     sys.path.insert(0, str(DOCS / "tools"))
     try:
-        yield {name: importlib.import_module(name) for name in ("figures", "figures_flow", "pages_capabilities")}
+        names = ("figures", "figures_flow", "figures_hopper", "pages_capabilities")
+        yield {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.pop(0)
 
@@ -236,3 +238,48 @@ def test_decision_tree_leads_to_sections_of_its_page_and_names_kinds_of_the_suit
     assert len(links) == 9
     assert {link.removeprefix("#") for link in links} <= anchors
     assert sorted(kind for _, _, kinds in flow.QUESTIONS for kind in kinds) == sorted(KINDS)
+
+
+def test_the_schedule_never_does_two_things_at_once_and_multiplies_all_that_there_is(tools):
+    hopper = tools["figures_hopper"]
+    spans, length = hopper.of_two_pairs()
+    for row in ("even", "odd", "tensor cores"):
+        mine = sorted((start, stop) for name, _, start, stop in spans if name == row)
+        assert mine
+        assert all(a[1] <= b[0] for a, b in pairwise(mine)), row
+    busy = sum(stop - start for row, _, start, stop in spans if row == "tensor cores")
+    # two pairs are 4 blocks of 64 keys, 64 rows, 576 columns of scores and 512 of values, at 2048 multiply-adds a cycle
+    assert busy == 4 * 64 * 64 * (576 + 512) // 2048
+    assert busy < length < 2 * busy
+    assert f"a pair: {length // 2:,} cycles, tensor cores busy {busy / length:.0%}" in words("hopper-schedule")
+
+
+def test_the_schedule_repeats_and_keeps_the_order_of_the_model(tools):
+    hopper = tools["figures_hopper"]
+    spans = hopper.timed(hopper.seesaw((12,)))
+    starts = [start for row, what, start, _ in spans if what == "scores of even"][::6]
+    assert starts[8] - starts[6] == starts[10] - starts[8] == hopper.of_two_pairs()[1]
+    copies = [span for span in spans if span[:2] == ("copies", "right0")]
+    assert min(stop - start for _, _, start, stop in copies[4:]) >= hopper.LATENCY + 64 * 64 * 2 // hopper.BYTES_A_CYCLE
+    stuck = {name: events[:-1] for name, events in hopper.seesaw((1,)).items()}
+    stuck["odd"] = [e for e in stuck["odd"] if getattr(e, "barrier", "") != "max1"]
+    with pytest.raises(ValueError, match=r"all wait.*max1"):
+        hopper.timed(stuck)
+
+
+def test_shared_memory_adds_up_to_what_is_compiled(tools):
+    sizes = tools["figures_hopper"].shared_bytes()
+    assert sizes["query"] == sizes["block 0"] == sizes["block 1"] == 64 * 576 * 2
+    assert (sizes["rows"], sizes["barriers"]) == (6 * 64 * 4, 15 * 8)
+    variants = json.loads((DOCS / "results" / "aot.json").read_text(encoding="utf-8"))["kernels"]["hopper.seesaw"]
+    compiled = {v["rows"]["sm_90"]["shared"] for v in variants["variants"].values()}
+    assert sum(sizes.values()) == max(compiled)
+    # beside its tiles the compiler takes scratch for a change of layout of 64 x 256 numbers, a quarter at a time
+    assert 0 <= sizes["compiler"] < 12_288
+    assert f"{max(compiled):,} of 232,448 B" in words("hopper-shared-memory")
+
+
+def test_the_schedule_is_as_long_as_the_clock_says_to_one_percent(tools):
+    hopper = tools["figures_hopper"]
+    for latency, clock in zip((hopper.LATENCY, hopper.LATENCY_FROM_L2), hopper.MEASURED, strict=True):
+        assert abs(hopper.of_two_pairs(latency)[1] / 2 / clock - 1) < 0.01

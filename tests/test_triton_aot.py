@@ -22,6 +22,7 @@ from tiers.tier2_triton.aot_table import broken, cheapest, dumps, kernel_names, 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install 'mla-tiers[triton]'"
 )
+COUNTED = {"products": table.PRODUCTS["hopper.seesaw"], "local_loads": 4, "local_stores": 4}
 ROW = {"status": "ok", "registers": 40, "spilled": 0, "shared": 1024, "detail": "", "seconds": 0.5}
 
 
@@ -87,11 +88,57 @@ def test_every_kernel_has_been_compiled_for_every_target_by_some_variant(record)
 # Each budget is seen to break
 
 
-def test_a_kernel_that_may_spill_a_little_may_not_spill_more():
-    few, many = (made(kernel="hopper.seesaw", sm_90={"spilled": n, "registers": 255}) for n in (16, 17))
+@pytest.mark.parametrize(("variant", "pages"), [("seesaw, pages of 64", ""), ("seesaw, pages of 16", ", small pages")])
+def test_a_kernel_that_may_spill_a_little_may_not_spill_more(variant, pages):
+    most = table.MOST_SPILLED[f"hopper.seesaw{pages}"]
+    few, many = (made(kernel="hopper.seesaw", sm_90={**COUNTED, "spilled": most + n, "registers": 255}) for n in (0, 1))
+    for record in (few, many):
+        variants = record["kernels"]["hopper.seesaw"]["variants"]
+        variants[variant] = variants.pop("v")
     assert broken(few) == []
     (sentence,) = broken(many)
-    assert sentence.endswith("17 bytes spilled, at most 16.")
+    assert sentence.endswith(f"{most + 1} bytes spilled, at most {most}.")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"products": COUNTED["products"] + 1}, f"wgmma instructions, not {COUNTED['products']}."),
+    ({"products": COUNTED["products"] - 1}, f"wgmma instructions, not {COUNTED['products']}."),
+    ({"local_loads": table.MOST_LOCAL["hopper.seesaw"] + 1}, "local loads, at most"),
+    ({"local_stores": table.MOST_LOCAL["hopper.seesaw"] + 1}, "local stores, at most"),
+])  # fmt: skip
+def test_other_counts_of_instructions_break_a_budget(change, said):
+    assert broken(made(kernel="hopper.seesaw", sm_90=COUNTED)) == []
+    (sentence,) = broken(made(kernel="hopper.seesaw", sm_90={**COUNTED, **change}))
+    assert said in sentence
+
+
+def test_a_hopper_kernel_whose_instructions_were_not_counted_breaks_a_budget():
+    counted = {name: n for name, n in COUNTED.items() if name != "local_loads"}
+    (sentence,) = broken(made(kernel="hopper.swap", sm_90={**counted, "products": table.PRODUCTS["hopper.swap"]}))
+    assert sentence.endswith("no local_loads counted; run `make aot`.")
+
+
+def test_the_page_has_the_counts_of_hopper_kernels_where_they_are_known():
+    record = made(kernel="hopper.seesaw", sm_90=COUNTED) | {"limits": dict.fromkeys(TARGETS, 1)}
+    variants = record["kernels"]["hopper.seesaw"]["variants"]
+    variants["w"] = {"digest": "d", "rows": {"sm_90": {**ROW, **COUNTED, "local_loads": 2}}}
+    assert f"| hopper.seesaw | {COUNTED['products']} | 2 to 4 | 4 |" in page(record)
+    del variants["w"]["rows"]["sm_90"]["products"]
+    assert "wgmma" not in page(record)
+
+
+@needs_triton
+def test_counts_are_kept_in_the_rows_of_sm_90():
+    program = (
+        "import json, tiers.tier2_triton.aot_table as t\n"
+        "variant = next(iter(t.declared('write')))\n"
+        "print(json.dumps(t.compile_variant('write', variant, ['sm_80', 'sm_90'])))"
+    )
+    code, said = child("-c", program)
+    assert code == 0, said
+    rows = json.loads(said.splitlines()[-1])
+    assert set(table.COUNTS) <= set(rows["sm_90"])
+    assert not set(table.COUNTS) & set(rows["sm_80"])
 
 
 def test_a_record_within_its_budgets_breaks_none():
@@ -160,9 +207,16 @@ def test_sources_are_followed_through_the_imports_of_the_tier(tmp_path, monkeypa
         (folder / f"{name}.py").write_text(text)
     (folder.parent / "launch.py").write_text("import tiers.tier2_triton.kernels.one\n")
     (tmp_path / "mla" / "aot.py").write_text("x = 1\n")
+    (tmp_path / "mla" / "sass.py").write_text("y = 1\n")
     found = sources_of("one")
     ours = "tiers/tier2_triton/"
-    assert list(found) == ["mla/aot.py", f"{ours}kernels/one.py", f"{ours}kernels/two.py", f"{ours}launch.py"]
+    assert list(found) == [
+        "mla/aot.py",
+        "mla/sass.py",
+        f"{ours}kernels/one.py",
+        f"{ours}kernels/two.py",
+        f"{ours}launch.py",
+    ]
     assert found["mla/aot.py"] == hashlib.sha256(b"x = 1\n").hexdigest()
     (folder / "two.py").write_text(files["two"] + "# changed\n")
     changed = sources_of("one")

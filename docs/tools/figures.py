@@ -20,6 +20,7 @@ for place in (ROOT, Path(__file__).resolve().parent):
         sys.path.insert(0, str(place))
 
 from figures_flow import Sheet, data_flow, decision_tree, merge_tree, pages, tier_ladder  # noqa: E402
+from figures_hopper import schedule, shared_memory  # noqa: E402
 from pages_benchmarks import tag  # noqa: E402
 from pieces import record  # noqa: E402
 
@@ -108,7 +109,7 @@ def two_orders() -> Sheet:
         "Two orders of one product, and what they cost",
         f"Absorbed: {once['absorbed']:,} FLOPs once a query and {pair['absorbed']:,} a pair. Expanded: "
         f"{once['expanded']:,} once a key and {pair['expanded']:,} a pair. They cross at {even:.1f} new tokens.",
-        520,
+        540,
     )
     w, h = V3.L / 8, V3.P / 8  # eight numbers are one unit
     for y, name, ends in ((28, "absorbed", (4, 108)), (160, "expanded", (36, 356))):
@@ -128,10 +129,10 @@ def two_orders() -> Sheet:
         s.text(4, y + w + 23, f"{once[name]:,} FLOPs {what}, then {pair[name]:,} a pair", bold=True)
     s.text(4, 278, f"1 token over {keys:,} keys, one head, MFLOPs:", bold=True)
     s.text(4, 295, f"absorbed {one['absorbed'] / 1e6:.1f}, expanded {one['expanded'] / 1e6:,.0f}")
-    left, bottom, top, most = 44, 476, 318, 400
+    left, bottom, top, most = 44, 496, 338, 400
     ceiling = pair["absorbed"] * most
     at = lambda q, flops: (left + q / most * (356 - left), bottom - flops / ceiling * (bottom - top))
-    s.text(4, 314, "kFLOPs for each cached token and head")
+    s.text(4, 328, "kFLOPs for each cached token and head")
     for k in (0, 200, 400, 600, 800):
         x, y = at(0, k * 1e3)
         s.line([(x, y), (356, y)], width=0.4)
@@ -377,7 +378,7 @@ def error_budget() -> Sheet:
 
 FIGURE_MAKERS = (
     cache_bars, data_flow, two_orders, roofline, non_commuting_square, latent_row, pages, merge_tree, error_budget,
-    tier_ladder, decision_tree,
+    tier_ladder, decision_tree, schedule, shared_memory,
 )  # fmt: skip
 
 

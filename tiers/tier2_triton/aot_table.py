@@ -28,16 +28,26 @@ from mla.errors import bad
 ROOT = Path(__file__).parents[2]
 RECORD, PAGE = ROOT / "docs" / "results" / "aot.json", ROOT / "docs" / "reference" / "ahead-of-time.md"
 PACKAGE = "tiers.tier2_triton"
-COMPILER = "mla/aot.py"  # reads registers and limits: its changes are changes of the record
+COMPILER = ("mla/aot.py", "mla/sass.py")  # read what code takes: their changes are changes of the record
 
 # What nobody may exceed, beside the shared memory that a target gives (`mla.aot.SHARED_LIMIT`). 255 registers are all
 # that a thread can have; with 80, which kernels that only move rows may take, an SM still holds 25 warps.
 BUDGET_TARGET = "sm_90"
 SPILL_FREE = ("combine", "decode", "per_head", "hopper.combine", "hopper.schedule")
+# Bytes; more, and descriptors are spilled in the loop over keys. Pages of less than 64 keys need more addresses.
+SMALL_PAGES = re.compile(r"pages of (16|32)\b")
 MOST_SPILLED = {
-    "hopper.seesaw": 16,
-    "hopper.swap": 64,
-}  # bytes; more, and descriptors are spilled in the loop over keys
+    "hopper.seesaw": 24, "hopper.swap": 72, "hopper.seesaw, small pages": 72, "hopper.swap, small pages": 80,
+}  # fmt: skip
+# Instructions in the text of a Hopper kernel. One wgmma has 16 terms and 64 rows: a block of `swap` takes 4 + 16 + 16
+# for scores and 2 x 16 for values, in the loop without masks and in the one with: 2 x 68. In `seesaw` 2 x 88 would be
+# all unrolled, and two loops over four boxes stay loops of one, 12 fewer each.
+COUNTS = ("products", "local_loads", "local_stores")
+PRODUCTS = {"hopper.seesaw": 152, "hopper.swap": 136}
+# Loads, and stores.
+MOST_LOCAL = {
+    "hopper.seesaw": 6, "hopper.swap": 28, "hopper.seesaw, small pages": 24, "hopper.swap, small pages": 42,
+}  # fmt: skip
 REGISTERS = {
     "hopper.combine": 128, "hopper.schedule": 128, "hopper.seesaw": 255, "hopper.swap": 255,
     "combine": 168, "concat": 80, "decode": 255, "fused_input": 128, "gather": 80, "merge": 80,
@@ -69,7 +79,7 @@ def sources_of(kernel: str) -> dict[str, str]:
 
     Of mla nothing else counts: what comes from there into the code of a kernel are the values of its declaration.
     """
-    todo, found = [module_of(kernel)], {COMPILER: _sha(ROOT / COMPILER)}
+    todo, found = [module_of(kernel)], {path: _sha(ROOT / path) for path in COMPILER}
     while todo:
         name = todo.pop()
         path = ROOT / f"{name.replace('.', '/')}.py"
@@ -171,14 +181,34 @@ def broken(record: Record) -> list[str]:
             continue
         if row["spilled"] and kernel in SPILL_FREE:
             sentences.append(f"{where} {row['spilled']} bytes spilled, none allowed.")
-        if row["spilled"] > MOST_SPILLED.get(kernel, 1 << 30):
-            sentences.append(f"{where} {row['spilled']} bytes spilled, at most {MOST_SPILLED[kernel]}.")
+        of_pages = kernel + ", small pages" * bool(kernel in PRODUCTS and SMALL_PAGES.search(variant))
+        if row["spilled"] > MOST_SPILLED.get(of_pages, 1 << 30):
+            sentences.append(f"{where} {row['spilled']} bytes spilled, at most {MOST_SPILLED[of_pages]}.")
+        sentences += [f"{where} {fault}" for fault in miscounted(kernel, of_pages, row)]
         most = REGISTERS.get(kernel)
         if most is None:
             sentences.append(f"{where} no register budget; add {kernel} to REGISTERS.")
         elif row["registers"] > most:
             sentences.append(f"{where} {row['registers']} registers, at most {most}.")
     return sentences
+
+
+def miscounted(kernel: str, of_pages: str, row: Record) -> list[str]:
+    """Return a sentence for each count of instructions of a row that breaks a budget, or is missing.
+
+    `of_pages` is the kernel, with ", small pages" where the variant is for those.
+    """
+    if kernel not in PRODUCTS:
+        return []
+    if missing := [name for name in COUNTS if name not in row]:
+        return [f"no {' and no '.join(missing)} counted; run `make aot`."]
+    found = []
+    if row["products"] != PRODUCTS[kernel]:
+        found.append(f"{row['products']} wgmma instructions, not {PRODUCTS[kernel]}.")
+    for name in COUNTS[1:]:
+        if row[name] > MOST_LOCAL[of_pages]:
+            found.append(f"{row[name]} {name.replace('_', ' ')}, at most {MOST_LOCAL[of_pages]}.")
+    return found
 
 
 def rows_of(record: Record) -> Iterator[tuple[str, str, str, Record]]:
@@ -192,11 +222,12 @@ def rows_of(record: Record) -> Iterator[tuple[str, str, str, Record]]:
 def compile_variant(kernel: str, variant: str, targets: Sequence[str]) -> dict[str, Any]:
     """Compile one variant of a kernel; return a row for each target."""
     entry = declared(kernel)[variant]
-    kept = ("status", "registers", "spilled", "shared", "detail", "seconds")
+    kept = ("status", "registers", "spilled", "shared", *COUNTS, "detail", "seconds")
     rows = {}
     for result in compile_entries([entry], targets):
         row = asdict(result)
-        rows[result.target] = {name: row[name] for name in kept} | {"seconds": round(row["seconds"], 1)}
+        known = {name: row[name] for name in kept if row[name] is not None}
+        rows[result.target] = known | {"seconds": round(row["seconds"], 1)}
     return rows
 
 
@@ -271,6 +302,15 @@ budgets in `tiers/tier2_triton/aot_table.py`.
 
 """
 
+INSTRUCTIONS = """\
+
+## Instructions of the kernels for Hopper
+
+How often they stand in the code for sm_90; one in a loop counts once. Products that became more instructions than they
+should, or descriptors that go to local memory in the loop over keys, cost more than a count of registers shows.
+
+"""
+
 
 def page(record: Record) -> str:
     """Return the page of a record: a row for each kernel with its worst figures on each target."""
@@ -283,7 +323,24 @@ def page(record: Record) -> str:
             cells.append("{} / {} / {:,}".format(*worst) if rows else "-")
         lines.append([kernel, str(len(of_kernel["variants"])), *cells])
     lines.append(["a program may take", "", *(f"{record['limits'][target]:,}" for target in TARGETS)])
-    return HEAD.format(triton=record["triton"]) + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return HEAD.format(triton=record["triton"]) + table_of(lines) + counts_of(record)
+
+
+def table_of(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a table of Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def counts_of(record: Record) -> str:
+    """Return the section on instructions of the Hopper kernels, least to most over variants, if they were counted."""
+    lines = []
+    for kernel, of_kernel in record["kernels"].items():
+        rows = [v["rows"].get(BUDGET_TARGET, {}) for v in of_kernel["variants"].values()]
+        if kernel in PRODUCTS and all(name in row for row in rows for name in COUNTS):
+            ends = [(min(row[name] for row in rows), max(row[name] for row in rows)) for name in COUNTS]
+            lines.append([kernel, *(f"{a}" if a == b else f"{a} to {b}" for a, b in ends)])
+    heads = [["kernel", "wgmma", "local loads", "local stores"], ["---", "---:", "---:", "---:"]]
+    return INSTRUCTIONS + table_of([*heads, *lines]) if lines else ""
 
 
 def dumps(record: Record) -> str:
@@ -339,7 +396,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _code(sources: Mapping[str, str]) -> dict[str, str]:
     """The sources that hold code of kernels; what the others decide, such as tile sizes, is in the digests."""
     code = lambda path: ("/kernels/" in path or "/hopper/" in path) and not path.endswith("/problem.py")
-    return {path: sha for path, sha in sources.items() if code(path) or path == COMPILER}
+    return {path: sha for path, sha in sources.items() if code(path) or path in COMPILER}
 
 
 def _say(faults: Sequence[str], right: str) -> int:

@@ -105,6 +105,39 @@ def load_keys(pool, spot, top, column, full, buffer, wanted, COLUMNS: gl.constex
 
 
 @gluon.jit
+def load_left(pool, spot, top, full, buffer, wanted, PAGE: gl.constexpr):
+    """Columns 0 .. 255 of a block."""
+    mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
+    load_keys(pool, spot, top, 0, full, buffer, wanted, 256, PAGE)
+
+
+@gluon.jit
+def load_right(pool, spot, top, full, buffer, wanted, PAGE: gl.constexpr):
+    """Columns 256 .. 511 of a block."""
+    mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
+    load_keys(pool, spot, top, 256, full, buffer, wanted, 256, PAGE)
+
+
+@gluon.jit
+def load_left_and_rope(pool, spot, top, full, left, rope, wanted, PAGE: gl.constexpr):
+    """Columns 0 .. 255 of a block and its rope part, on one barrier."""
+    mbarrier.expect(full, 64 * 320 * 2, pred=wanted)
+    load_keys(pool, spot, top, 512, full, rope, wanted, 64, PAGE)
+    load_keys(pool, spot, top, 0, full, left, wanted, 256, PAGE)
+
+
+@gluon.jit
+def load_right_by_boxes_and_rope(pool, spot, top, box_full, rope_full, right, rope, wanted, PAGE: gl.constexpr):
+    """One barrier a box: scores of the first can begin while the last is under way."""
+    r4 = boxes(right, 64)
+    for c in range(4):
+        mbarrier.expect(box_full.index(c), 64 * 64 * 2, pred=wanted)
+        load_keys(pool, spot, top, 256 + 64 * c, box_full.index(c), r4.index(c), wanted, 64, PAGE)
+    mbarrier.expect(rope_full, 64 * 64 * 2, pred=wanted)
+    load_keys(pool, spot, top, 512, rope_full, rope, wanted, 64, PAGE)
+
+
+@gluon.jit
 def by_row(x, times, ROWS_FIRST: gl.constexpr):
     """x times the scale of its rows, which is one number or one for each row."""
     if len(times.shape) == 0:

@@ -60,8 +60,11 @@ from tiers.tier2_triton.hopper.device import (
     find_spot,
     last_page,
     launch_next,
-    load_keys,
+    load_left,
+    load_left_and_rope,
     load_query,
+    load_right,
+    load_right_by_boxes_and_rope,
     new_barrier,
     scale_of,
     signature,
@@ -77,39 +80,6 @@ def scores(q, k, s):
     for c in range(4):
         s = warpgroup_mma(q4.index(c), k4.index(c).permute((1, 0)), s, is_async=True)
     return s
-
-
-@gluon.jit
-def load_left(pool, spot, top, full, buffer, wanted, PAGE: gl.constexpr):
-    """Columns 0 .. 255 of a block."""
-    mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
-    load_keys(pool, spot, top, 0, full, buffer, wanted, 256, PAGE)
-
-
-@gluon.jit
-def load_right(pool, spot, top, full, buffer, wanted, PAGE: gl.constexpr):
-    """Columns 256 .. 511 of a block."""
-    mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
-    load_keys(pool, spot, top, 256, full, buffer, wanted, 256, PAGE)
-
-
-@gluon.jit
-def load_left_and_rope(pool, spot, top, full, left, rope, wanted, PAGE: gl.constexpr):
-    """Columns 0 .. 255 of a block and its rope part, on one barrier."""
-    mbarrier.expect(full, 64 * 320 * 2, pred=wanted)
-    load_keys(pool, spot, top, 512, full, rope, wanted, 64, PAGE)
-    load_keys(pool, spot, top, 0, full, left, wanted, 256, PAGE)
-
-
-@gluon.jit
-def load_right_by_boxes_and_rope(pool, spot, top, box_full, rope_full, right, rope, wanted, PAGE: gl.constexpr):
-    """One barrier a box: scores of the first can begin while the last is under way."""
-    r4 = boxes(right, 64)
-    for c in range(4):
-        mbarrier.expect(box_full.index(c), 64 * 64 * 2, pred=wanted)
-        load_keys(pool, spot, top, 256 + 64 * c, box_full.index(c), r4.index(c), wanted, 64, PAGE)
-    mbarrier.expect(rope_full, 64 * 64 * 2, pred=wanted)
-    load_keys(pool, spot, top, 512, rope_full, rope, wanted, 64, PAGE)
 
 
 @gluon.jit
@@ -308,7 +278,7 @@ def load_first(descs, bars, bufs, row, even, odd, top, has, EVEN: gl.constexpr, 
 
 
 @gluon.jit
-def first_unit(at, tile, table_stride, page_rows, PAGE: gl.constexpr):
+def first_unit(work, at, tile, table_stride, page_rows, PAGE: gl.constexpr):
     """What a part starts with: loads that do not wait for each other."""
     pages = gl.load(at + REQUEST).to(gl.int64) * table_stride
     row = gl.load(at + ROW) + tile * 64
@@ -316,13 +286,14 @@ def first_unit(at, tile, table_stride, page_rows, PAGE: gl.constexpr):
     blocks = gl.load(at + BLOCKS)
     keys = gl.load(at + KEYS)
     least = gl.load(at + LEAST)
+    entry = work + FIELDS * gl.load(at + ENTRY)
     count = gl.load(at + COUNT)
     block = gl.load(at + FIRST)
     last = gl.load(at + LAST)
     stretch = gl.load(at + STRETCH)
     even = spot_of(gl.load(at + EVEN_PAGE), pages, block, page_rows, PAGE)
     odd = spot_of(gl.load(at + ODD_PAGE), pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
-    return pages, row, rows, blocks, keys, least, count, block, last, stretch, even, odd
+    return pages, row, rows, blocks, keys, least, entry, count, block, last, stretch, even, odd
 
 
 @gluon.jit
@@ -337,11 +308,9 @@ def warpgroup(
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     p = gl.program_id(0) // TILES
     tile = gl.program_id(0) % TILES
-    at = part + FIELDS * p
-    mine = first_unit(at, tile, table_stride, page_rows, PAGE)
-    pages, row, rows, blocks, keys, least, count, block, last, stretch, even, odd = mine
+    mine = first_unit(work, part + FIELDS * p, tile, table_stride, page_rows, PAGE)
+    pages, row, rows, blocks, keys, least, entry, count, block, last, stretch, even, odd = mine
     load_first(descs, bars, bufs, row, even, odd, last_page(pages, keys, PAGE), count > 0, EVEN, PAGE)
-    entry = work + FIELDS * gl.load(at + ENTRY)
     pair = 0
     for item in range(count):
         entry += FIELDS
