@@ -18,7 +18,7 @@ from mla.state import AttentionState
 
 REPLICAS, MORE_REPLICAS, FEW_ROUNDINGS = 16, 64, 1_000_000
 OUT_LIMIT_16, LSE_LIMIT_16, LIMIT_32 = 3.0, 6.0, 32.0
-LSE_UNIT = 2.0**-22
+LSE_UNIT, ADDED_UNIT = 2.0**-22, 2.0**-23
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +59,20 @@ class Comparison:
 
 
 def limits(
-    dtype: torch.dtype, out: Tensor, lse: Tensor, e_out: Tensor, e_lse: Tensor, row_kv_lens: Tensor, level: str
+    dtype: torch.dtype,
+    out: Tensor,
+    lse: Tensor,
+    e_out: Tensor,
+    e_lse: Tensor,
+    row_kv_lens: Tensor,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn expected errors (T, N) into limits (T, N) for rms(out - oracle) and |lse - oracle|.
 
     16 bits: 3 (e_out + u rms(out)) and 6 (e_lse + 2^-22 (1 + |lse|)).
     float32: 32 (e_out + u (1 + |lse|) rms(out)) + row_kv_lens / 4 * u rms(out), and the LSE rule with 32.
-    level "latent" allows the LSE 1e-5 + 8e-5 |lse| instead. out (T, N, V), lse (T, N), row_kv_lens (T,).
+    Level "latent", where the `magnitudes` B and A (T, N) are given as `added`: the output has 2^-23 B more, and the LSE
+    1e-5 + 8e-5 |lse| + 2^-23 A instead. out (T, N, V), lse (T, N), row_kv_lens (T,).
     """
     u, size = UNIT_ROUNDOFF[dtype], out.square().mean(-1).sqrt()
     slack = e_lse + LSE_UNIT * (1 + lse.abs())
@@ -74,7 +81,43 @@ def limits(
         lse_limit = LIMIT_32 * slack
     else:
         out_limit, lse_limit = OUT_LIMIT_16 * (e_out + u * size), LSE_LIMIT_16 * slack
-    return out_limit, (1e-5 + 8e-5 * lse.abs()) if level == "latent" else lse_limit
+    if added is None:
+        return out_limit, lse_limit
+    return out_limit + ADDED_UNIT * added[0], 1e-5 + 8e-5 * lse.abs() + ADDED_UNIT * added[1]
+
+
+def magnitudes(
+    q: Tensor, keys: Tensor, truth: tuple[Tensor, Tensor], row_kv_lens: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return B and A, both (T, N) float64: what the sums of the scores add, sign apart, as it moves output and LSE.
+
+    a_s = softmax_scale sum_d |q_d k_sd|, p = exp(score - lse), A = sum_s p_s a_s, B = sum_s p_s a_s rms(k_s - out)
+
+    q (T, N, K) is absorbed, keys (S, K) are rows as cached, K = L + R, `truth` is (out (T, N, L), lse (T, N)) of the
+    oracle; row t sees keys 0 .. row_kv_lens[t] - 1, at least one; in rms(k_s - out) k_s is its first L numbers. Scores
+    off by at most u a_s move the LSE by at most u A and the output by at most u B (first order). Where products cancel,
+    the error of a score belongs to its partial sums x_1 .. x_n and not to what is left of them:
+
+    - A float32 accumulator that is cut off after each step (tensor cores: 16 products a step) loses less than
+      2^-23 (|x_1| + .. + |x_n|). In random order, x_k has mean square (k/n)^2 x_n^2 + (k/n) (1 - k/n) sum_d t_d^2 for
+      the products t_d (large K), and the sum of |x_k| is at most n |x_n| / 2 + n pi/8 sqrt(sum_d t_d^2) in the mean. Of
+      the first part, 36/2 2^-23 |x_n| is 2e-6 |x_n|: inside 8e-5 |lse|. For products of normal numbers,
+      sqrt(sum_d t_d^2) is pi/2 sum_d |t_d| / sqrt(K), so the second is 0.62 n / sqrt(K) a: 0.93 a for K = 576, n = 36.
+    - Products added one by one and rounded to nearest, by 2^-24 |x_k| at most and with random signs, are off by an RMS
+      of 2^-24 sqrt(sum_k x_k^2 / 3), by the same means 0.19 of 2^-23 a, whatever K is.
+
+    So 2^-23 a allows for all that is cut off in steps of 16 and for five sigma of rounding one by one. The bound that
+    leaves nothing to chance is n 2^-23 a (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1), 36
+    times as much: faults would hide there.
+    """
+    q, keys, (out, lse) = q.to(torch.float64), keys.to(torch.float64), truth
+    hidden = torch.arange(len(keys), device=keys.device) >= row_kv_lens.to(keys.device)[:, None]  # (T, S)
+    scores = (q @ keys.T * softmax_scale).masked_fill(hidden[:, None], float("-inf"))  # (T, N, S)
+    weighted = torch.exp(scores - lse[..., None]) * (q.abs() @ keys.abs().T) * softmax_scale
+    values = keys[:, : out.shape[-1]]
+    size = lambda x: x.square().mean(-1)
+    square = size(values) - 2 / values.shape[1] * out @ values.T + size(out)[..., None]  # of rms(k_s - out)
+    return (weighted * square.clamp(min=0).sqrt()).sum(-1), weighted.sum(-1)
 
 
 def reference(
@@ -198,7 +241,11 @@ def _solve(problem: Problem, dtype: torch.dtype, noise: Noise, level: str, heads
     errors = expected_error(some, (out[live], lse[live]), dtype, replicas, noise, forms)
     tokens = lambda e: e if heads is None else e.view(-1, heads)  # at the latent level heads came in as rows
     e_out, e_lse = (torch.maximum(tokens(e), tokens(e).mean(1, keepdim=True)).view_as(e) for e in errors)
-    a, b = limits(dtype, out[live], lse[live], e_out, e_lse, some.row_kv_lens, level)
+    added = None
+    if level == "latent":  # W_UK is the identity: q_nope is the absorbed query
+        q, keys = torch.cat([some.q_nope, some.q_pe], -1), torch.cat([some.kv_c, some.k_pe], -1)
+        added = magnitudes(q, keys, (out[live], lse[live]), some.row_kv_lens, some.softmax_scale)
+    a, b = limits(dtype, out[live], lse[live], e_out, e_lse, some.row_kv_lens, added)
     if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise bad(
             "case", expected="a finite budget", got="NaN or inf", fix="give the oracle finite queries, rows and weights"

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from mla.accuracy import Reference, compare, latent_reference, limits, reference
+from mla.accuracy import Reference, compare, latent_reference, limits, magnitudes, reference
 from mla.batch import AttentionBatch
 from mla.oracle import oracle
 from mla.projections import Query, UpProjection, absorb_query, project_values
@@ -80,14 +80,81 @@ def test_limits_are_the_formulas_of_the_design():
     out, lse = torch.full((1, 1, 4), 0.5, dtype=torch.float64), torch.full((1, 1), -3.0, dtype=torch.float64)
     e_out, e_lse = torch.full((1, 1), 0.01, dtype=torch.float64), torch.full((1, 1), 0.02, dtype=torch.float64)
     lens = torch.tensor([100])
-    a, b = limits(torch.bfloat16, out, lse, e_out, e_lse, lens, "attend")
+    a, b = limits(torch.bfloat16, out, lse, e_out, e_lse, lens)
     assert float(a) == pytest.approx(3 * (0.01 + 2**-8 * 0.5), rel=1e-15)
     assert float(b) == pytest.approx(6 * (0.02 + 2**-22 * 4), rel=1e-15)
-    a, b = limits(torch.float32, out, lse, e_out, e_lse, lens, "attend")
+    a, b = limits(torch.float32, out, lse, e_out, e_lse, lens)
     assert float(a) == pytest.approx(32 * (0.01 + 2**-24 * 4 * 0.5) + 25 * 2**-24 * 0.5, rel=1e-15)
     assert float(b) == pytest.approx(32 * (0.02 + 2**-22 * 4), rel=1e-15)
-    _, b = limits(torch.float16, out, lse, e_out, e_lse, lens, "latent")
-    assert float(b) == pytest.approx(1e-5 + 8e-5 * 3, rel=1e-15)
+    added = (torch.full_like(lse, 300), torch.full_like(lse, 200))
+    a, b = limits(torch.float16, out, lse, e_out, e_lse, lens, added)
+    assert float(a) == pytest.approx(3 * (0.01 + 2**-11 * 0.5) + 300 * 2**-23, rel=1e-15)
+    assert float(b) == pytest.approx(1e-5 + 8e-5 * 3 + 200 * 2**-23, rel=1e-15)
+
+
+def test_magnitudes_weigh_what_a_score_adds_by_its_probability():
+    q = torch.tensor([[[1.0, -2.0, 3.0]], [[0.5, 0.5, -1.0]]])  # (2, 1, 3): L = 2, R = 1
+    keys = torch.tensor([[2.0, 1.0, 0.0], [-4.0, -2.0, 1.0], [9.0, 9.0, 9.0]])
+    # row 0 sees keys 0 and 1: scores 2 - 2 + 0 = 0 and -4 + 4 + 3 = 3, times 1/2; they add 2 + 2 + 0 and 4 + 4 + 3
+    # row 1 sees key 0 alone: 1 + 1/2
+    share = math.exp(1.5) / (1 + math.exp(1.5))
+    out = torch.tensor([[[2 - 6 * share, 1 - 3 * share]], [[2.0, 1.0]]], dtype=torch.float64)
+    lse = torch.tensor([[math.log(1 + math.exp(1.5))], [0.75]], dtype=torch.float64)
+    moves_out, moves_lse = magnitudes(q, keys, (out, lse), torch.tensor([2, 1]), 0.5)
+    assert moves_lse.flatten().tolist() == pytest.approx([0.5 * (4 * (1 - share) + 11 * share), 0.75], rel=1e-12)
+    # keys 0 and 1 are (6, 3) apart, and the output lies between them, `share` of the way
+    apart = math.sqrt((36 + 9) / 2)
+    both = 0.5 * apart * (4 * (1 - share) * share + 11 * share * (1 - share))
+    assert moves_out.flatten().tolist() == pytest.approx([both, 0.0], rel=1e-12, abs=1e-7)  # sqrt of a float64 zero
+
+
+def test_magnitudes_bound_what_wrong_scores_move():
+    """Scores off by 1e-6 of their a, in any direction: output and LSE are off by at most 1e-6 B and 1e-6 A."""
+    g = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(6, 2, 40, generator=g), torch.randn(9, 40, generator=g)
+    q, keys, lens = q.double(), keys.double(), torch.arange(4, 10)
+    hidden = torch.arange(9) >= lens[:, None, None]
+
+    def attention(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.softmax(scores, -1) @ keys[:, :32], scores.logsumexp(-1)
+
+    scores, a = 0.2 * (q @ keys.T), 0.2 * (q.abs() @ keys.abs().T)
+    out, lse = attention(scores)
+    bounds = magnitudes(q, keys, (out, lse), lens, 0.2)
+    most = torch.zeros(2)
+    for _ in range(200):
+        moved = attention(scores + 1e-6 * a * torch.randn(a.shape, generator=g).sign())
+        errors = (moved[0] - out).square().mean(-1).sqrt(), (moved[1] - lse).abs()
+        most = torch.maximum(most, torch.stack([(e / b).max() for e, b in zip(errors, bounds, strict=True)]) / 1e-6)
+    assert bool((most <= 1 + 1e-4).all())  # first order: what is left out is 1e-6 times a, which is below 10
+    assert bool((most > 0.5).all())
+
+
+def test_one_unit_of_the_magnitudes_is_what_tensor_cores_cut_off():
+    """The derivation of `magnitudes` on 576 products of normal numbers, added in steps of 16 and one by one."""
+    many, K = 4000, 576
+    g = torch.Generator().manual_seed(0)
+    t = torch.randn(2, many, K, generator=g).bfloat16().double().prod(0)
+    unit, exact = 2.0**-23 * t.abs().sum(-1), t.sum(-1)
+    steps = t.view(many, -1, 16).sum(-1)
+    most = 2.0**-23 * steps.cumsum(-1).abs().sum(-1) - 36 / 2 * 2.0**-23 * exact.abs()
+    assert float((most / unit).mean()) < math.pi**2 / 16 * 36 / math.sqrt(K)
+    total = torch.zeros(many, dtype=torch.float64)
+    for step in steps.unbind(-1):
+        total = cut_off(total + step)
+    assert float((((total - exact).abs() - 36 / 2 * 2.0**-23 * exact.abs()) / unit).max()) < 1
+    single = torch.zeros(many)
+    for column in t.float().unbind(-1):  # a product of two bf16 numbers is a float32 number
+        single = single + column
+    nearest = (single.double() - exact) / unit
+    assert 0.05 < float(nearest.square().mean().sqrt()) < 0.19
+    assert float(nearest.abs().max()) < 1
+
+
+def cut_off(x: torch.Tensor) -> torch.Tensor:
+    """float64 numbers without what float32 has no bits for: rounded toward zero."""
+    return (x.contiguous().view(torch.int64) & -(1 << 29)).view(torch.float64)
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)

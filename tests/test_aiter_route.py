@@ -374,7 +374,7 @@ def test_M_keys_of_stand_ins_are_slot_0_whatever_the_table_holds():
 
 @dataclasses.dataclass(frozen=True)
 class Moved(SimulatedAiter):
-    """A build whose function of some name is missing, or was given other keywords."""
+    """A build whose function of some name is missing, lost a keyword, or asks for one more."""
 
     name_of: str = ""
     change: str = ""
@@ -387,7 +387,9 @@ class Moved(SimulatedAiter):
             raise RuntimeError("no GPU")
         if self.change == "missing":
             return None
-        names = [p for p in inspect.signature(function).parameters if p != self.change]
+        passed = [p for p in PASSED[name] if p != self.change] + ["new_one"] * (self.change == "asks")
+        others = [f"{p}=None" for p in inspect.signature(function).parameters if p not in PASSED[name]]
+        names = passed + others
         scope: dict = {}
         exec(f"def moved({', '.join(names)}): raise AssertionError", scope)
         return scope["moved"]
@@ -403,12 +405,13 @@ def v3_need(**fields):
 )
 def test_T7_a_moved_signature_is_a_sentence_and_never_a_type_error(arch, name):
     need = v3_need()
-    for change in (*PASSED[name], "missing", "raise"):
+    for change in (*PASSED[name], "missing", "raise", "asks"):
         reasons = AiterTier(library=Moved(arch, name_of=name, change=change)).why_not(need)
         assert len(reasons) == 1, change
         assert name in reasons[0]
         assert "e4048607" in reasons[0]
-        told = {"missing": "has no", "raise": "RuntimeError: no GPU"}.get(change, f"does not take {change}")
+        others = {"missing": "has no", "raise": "RuntimeError: no GPU", "asks": "asks also for new_one;"}
+        told = others.get(change, f"does not take {change}")
         assert told in reasons[0]
     assert AiterTier(library=SimulatedAiter(arch)).why_not(need) == []
 

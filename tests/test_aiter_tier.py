@@ -624,6 +624,10 @@ def test_gradients_are_refused():
     q = Query(case.q.nope.requires_grad_(), case.q.pe)
     with pytest.raises(ValueError, match="requires_grad"):
         tier.attend(q, case.cache, prepare_of(tier, case), tier.plan(case.need, case.batch))
+    (kv_c, k_pe), before = case.keys[0], case.cache.data.clone().view(torch.uint8)
+    with pytest.raises(ValueError, match=r"requires_grad: expected no gradients through aiter \(simulated\)"):
+        tier.write(case.cache, kv_c.clone().requires_grad_(), k_pe, torch.arange(5))
+    assert torch.equal(case.cache.data.view(torch.uint8), before)
 
 
 @pytest.mark.parametrize("fields", [{"N": 4}, {"N": 32, "lse": False}, {"N": 4, "dtype": F16}], ids=str)
@@ -714,7 +718,9 @@ def test_M_what_does_not_fit_a_captured_step_is_refused_by_name():
     tier, need, case = captured_case([3, 3], [9, 20])
     plan = tier.plan(need, case.batch)
     before = plan.steps
-    with pytest.raises(ValueError, match="batch: expected 6 tokens, as captured, got 7"):
+    with pytest.raises(ValueError, match="batch: expected 6 tokens, as captured, got 3"):
+        tier.plan(need, make_batch([3], [9], need), plan)
+    with pytest.raises(ValueError, match=r"capacity\.max_tokens: expected at most 6, got 7"):
         tier.plan(need, make_batch([3, 3], [9, 20], need, pad_tokens=1), plan)
     with pytest.raises(ValueError, match="rows for sequences of 3, got query_lens \\[2\\]"):
         tier.plan(need, make_batch([2, 2, 2], [9, 20, 5], need), plan)
@@ -723,6 +729,24 @@ def test_M_what_does_not_fit_a_captured_step_is_refused_by_name():
         fields = {"graph_capture": True, "capacity": need.capacity, **REAL, **wrong}
         assert any(text in r for r in tier.why_not(make_need(**fields)))
     assert any("form = 'mha' expands" in r for r in aiter(form="mha").why_not(need))
+
+
+def test_M_what_is_no_plan_or_a_plan_of_another_need_is_refused_by_name():
+    tier, need, case = captured_case([3, 3], [9, 20])
+    plan = tier.plan(need, case.batch)
+    free = dataclasses.replace(need, graph_capture=False)
+    nothing = tier.plan(free, make_batch([], [], free))
+    before = plan.steps
+    for given, kind, text in (
+        ((None, case.batch, plan), TypeError, "^need: expected a Need"),
+        ((need, None, plan), TypeError, "^batch: expected a AttentionBatch"),
+        ((need, case.batch, "plan"), TypeError, "^into: expected a Plan"),
+        ((need, case.batch, nothing), ValueError, "^into: expected a plan of the same Need"),
+    ):
+        with pytest.raises(kind, match=text):
+            tier.plan(*given)
+    assert plan.steps is before
+    assert plan.batch is case.batch
 
 
 def test_M_a_captured_step_of_unequal_queries_has_single_rows():

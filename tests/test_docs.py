@@ -201,7 +201,8 @@ def test_every_module_stands_on_one_page_of_the_api(tools, generated):
 def test_docstrings_are_shown_as_they_stand(tools):
     pytest.importorskip("griffe", reason="griffe is not installed: it comes with the extra docs")
     plain = importlib.import_module("plain_docstrings").plain
-    assert plain("a[i][j] * b_c and `d[e]` <f>") == r"a\[i\]\[j\] \* b\_c and `d[e]` \<f\>"
+    assert plain("a[i][j] * b_c and `d[e]` <f>") == r"a\[i\]\[j\] \* b\_c and `d[e]` &lt;f\>"
+    assert plain("x_y:\n\n    a_b = `c\n\n    d[e]\n\nf_g `h_i`") == "x\\_y:\n\n    a_b = `c\n\n    d[e]\n\nf\\_g `h_i`"
 
 
 def test_commands_page_names_every_command_and_every_flag(generated):

@@ -155,8 +155,9 @@ def test_long_queries_are_expanded_and_short_ones_absorbed():
     assert flashinfer("fa2").plan(case.need, case.batch).report["kernel"] == "fa2"
 
 
-def test_a_query_longer_than_a_round_goes_through_in_several(monkeypatch):
-    case = make_case([50, 3, 20], [60, 30, 20], N=4)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_a_query_longer_than_a_round_goes_through_in_several(mask, monkeypatch):
+    case = make_case([50, 3, 20], [60, 30, 20], N=4, mask=mask)
     monkeypatch.setattr("tiers.tier2_flashinfer.absorbed.ROUND_BYTES", 16 * case.need.N * case.need.L * 2)
     tier = flashinfer("mqa")
     assert tier.plan(case.need, case.batch).report["rounds"] == 6  # of 16, 16, 16, 2 + 3, 16 and 4 rows
@@ -399,6 +400,10 @@ def test_write_names_what_does_not_fit_and_writes_nothing():
     (kv_c, k_pe), slots = case.keys[0], torch.arange(3, device=DEVICE)
     before = case.cache.data.clone().view(torch.uint8)
     for given, kind, text in (
+        ((kv_c, k_pe, slots[:, None]), ValueError, r"^slot_mapping\.dim\(\): expected 1, got 2"),
+        ((kv_c.int(), k_pe, slots), TypeError, r"^kv_c: expected one of \(torch\.float64, .*got torch\.int32"),
+        ((kv_c, k_pe.bool(), slots), TypeError, r"^k_pe: expected one of .*got torch\.bool"),
+        ((kv_c.to(torch.float8_e4m3fn), k_pe, slots), TypeError, r"^kv_c: .*got torch\.float8_e4m3fn"),
         ((kv_c, k_pe, slots.int()), TypeError, r"^slot_mapping\.dtype: expected torch\.int64, got torch\.int32"),
         ((kv_c[:2], k_pe, slots), ValueError, r"^kv_c: expected \(>= 3, "),
         ((kv_c, k_pe[:, :5], slots), ValueError, r"^k_pe: expected \(>= 3, "),
@@ -647,7 +652,8 @@ def test_H4_the_page_list_holds_the_sum_of_the_pages_and_no_absurd_id():
 def test_T8_lengths_and_indptrs_are_int32_vectors_whatever_the_caller_counts_in():
     need = make_need(dtype=torch.bfloat16)
     batch = make_batch(np.array([1, 2]), np.array([5, 9], dtype=np.int64), need)
-    FlashInferTier(library=with_mla(Told)).plan(need, batch)
+    long = dataclasses.replace(batch, block_table=batch.block_table.long())
+    FlashInferTier(library=with_mla(Told)).plan(need, long)
     for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"):
         assert (Told.last[name].dtype, Told.last[name].dim()) == (torch.int32, 1), name
     with pytest.raises(ValueError, match=r"^seq_lens: expected integers of shape \(B,\), got shape \(2, 1\)"):
@@ -785,7 +791,7 @@ def test_CG1_a_graph_of_8_requests_is_replayed_for_5_and_for_none(heads, dtype):
             ([2, 1, 2], [9, 0, 130]),
             ([], []),
             ([4, 4], [4, 150]),
-            ([1] * 8, [3] * 8),
+            ([1] * 8, [150] * 8),  # every page that the capacity allows
         ),
         1,
     ):
@@ -822,6 +828,24 @@ def test_a_batch_of_another_size_than_the_captured_one_is_refused_and_changes_no
     assert plan.steps is steps
     assert plan.batch is case.batch
     case.check(tier.attend(case.q, case.cache, tier.prepare(case.up, case.need), plan))
+
+
+def test_what_is_no_plan_or_a_plan_of_another_need_is_refused_by_name():
+    case, tier = graph_case([1] * 8, [20] * 8), flashinfer()
+    plan = tier.plan(case.need, case.batch)
+    steps = plan.steps
+    free = dataclasses.replace(case.need, graph_capture=False)
+    nothing = tier.plan(free, make_batch([], [], free))  # no round at all
+    for given, kind, text in (
+        ((None, case.batch, plan), TypeError, "^need: expected a Need"),
+        ((case.need, None, plan), TypeError, "^batch: expected a AttentionBatch"),
+        ((case.need, case.batch, "plan"), TypeError, "^into: expected a Plan"),
+        ((case.need, case.batch, nothing), ValueError, "^into: expected a plan of the same Need"),
+    ):
+        with pytest.raises(kind, match=text):
+            tier.plan(*given)
+    assert plan.steps is steps
+    assert plan.batch is case.batch
 
 
 class Failing(standin.BatchMLAPagedAttentionWrapper):

@@ -14,7 +14,7 @@ from simulated_flashmla import Schedule, library, tier
 from small_case import Case, make_batch, make_case, make_need
 
 import tiers
-from mla.cache import FloatRows
+from mla.cache import FloatRows, PagedLatentCache
 from mla.conformance import run_case
 from mla.conformance.cases import DIMS
 from mla.conformance.suites import suite
@@ -147,6 +147,19 @@ def test_elsewhere_the_installed_one_refuses_with_device_and_package(monkeypatch
     reasons = " ".join(tiers.get("flashmla").why_not(make_need(**SIZES)))
     assert "flash_mla_with_kvcache has no parameter softmax_scale, use_legacy, which flashmla passes" in reasons
     tier2_flashmla._moved.cache_clear()
+    kernel = library.flash_mla_with_kvcache
+    one_more = lambda q, k, table, lens, width, schedule, new, *, softmax_scale, causal, use_legacy: None
+    old = lambda cache_seqlens, num_heads_q, num_heads_k: None
+    for found, text in (
+        ((one_more, library.get_mla_metadata), "takes other arguments: missing a required argument: 'new'"),
+        ((kernel, old), "takes other arguments: missing a required argument: 'cache_seqlens'"),
+    ):
+        monkeypatch.setattr(tier2_flashmla, "_names", lambda given, found=found: found)
+        assert text in " ".join(tiers.get("flashmla").why_not(make_need(**SIZES)))
+        tier2_flashmla._moved.cache_clear()
+    monkeypatch.setattr(tier2_flashmla, "_names", lambda given: (kernel, library.get_mla_metadata))
+    assert tier2_flashmla._moved() == []
+    tier2_flashmla._moved.cache_clear()
 
     def broken(given):
         raise OSError("undefined symbol")
@@ -155,6 +168,33 @@ def test_elsewhere_the_installed_one_refuses_with_device_and_package(monkeypatch
     reasons = " ".join(tiers.get("flashmla").why_not(make_need(**SIZES)))
     assert "sgl-flash-mla cannot be loaded: OSError: undefined symbol" in reasons
     tier2_flashmla._moved.cache_clear()
+
+
+def test_H_rows_that_the_kernel_would_read_at_other_places_are_refused():
+    case = case_of([1, 2], [70, 9])
+    wide = torch.zeros(case.cache.num_pages, 64, 577, dtype=torch.bfloat16)
+    odd = PagedLatentCache.wrap(wide[..., :576], case.need.layout)
+    with pytest.raises(ValueError, match=r"^cache\.data: expected rows aligned to 16 bytes, got strides \(36928, 577,"):
+        dataclasses.replace(case, cache=odd).run(tier)
+    layers = torch.full((case.cache.num_pages, 3, 64, 576), float("nan"), dtype=torch.bfloat16)
+    layers[:, 1] = case.cache.data
+    case.check(dataclasses.replace(case, cache=PagedLatentCache.wrap(layers[:, 1], case.need.layout)).run(tier))
+
+
+@pytest.mark.parametrize("mask", ["causal", "rows"])
+def test_T8_tables_and_lengths_of_64_bits_are_handed_over_in_32(mask):
+    case = case_of([1, 2], [70, 9], mask=mask, row_kv_lens=[70, 8, 9] if mask == "rows" else None)
+    long = {n: getattr(case.batch, n).long() for n in ("block_table", "seq_lens", "row_kv_lens")}
+    case.check(dataclasses.replace(case, batch=dataclasses.replace(case.batch, **long)).run(tier))
+
+
+def test_write_refuses_gradients():
+    case = case_of([1], [5])
+    kv_c, k_pe = case.keys[0]
+    before = case.cache.data.clone().view(torch.uint8)
+    with pytest.raises(ValueError, match="requires_grad: expected no gradients through flashmla"):
+        tier.write(case.cache, kv_c.clone().requires_grad_(), k_pe, torch.arange(5))
+    assert torch.equal(case.cache.data.view(torch.uint8), before)
 
 
 def test_attend_refuses_gradients():

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -299,3 +300,29 @@ def test_variants_of_one_name_are_told_apart_by_what_differs(monkeypatch):
     module.aot = lambda: 1 / 0
     with pytest.raises(ValueError, match=r"x.aot: expected a list of Compile, got ZeroDivisionError"):
         table.declared("x")
+
+
+OVERWRITTEN = {"even", "odd", "m"}  # made anew in every turn, or used by one of the two warpgroups alone
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["hopper.swap", "hopper.seesaw"])
+def test_no_loop_forgets_what_it_carries(kernel):
+    """Triton drops a carried number that only bounds a loop within, which keeps its first value then."""
+    program = (
+        "import sys, tiers.tier2_triton.aot_table as t, mla.aot as aot\n"
+        f"entry = t.declared('{kernel}')[next(iter(t.declared('{kernel}')))]\n"
+        "with aot._compiler(): asm = aot._compile(entry, aot.kernel_of(entry), 'sm_90').asm\n"
+        "print(asm['source'], '\\n=====\\n', asm['ttgir'])"
+    )
+    code, said = child("-c", program)
+    assert code == 0, said
+    source, compiled = (carried(text) for text in said.split("====="))
+    assert {"entry", "block", "last"} <= compiled
+    assert source - compiled <= OVERWRITTEN
+
+
+def carried(text: str) -> set[str]:
+    """Names of all numbers that loops of this intermediate code carry, without what tells them apart."""
+    lists = re.findall(r"scf\.for .*?iter_args\((.*?)\) ->", text)
+    return {re.sub(r"_\d+$", "", name) for names in lists for name in re.findall(r"%(\w+) =", names)}

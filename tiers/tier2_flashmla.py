@@ -22,6 +22,7 @@ from torch import Tensor
 from mla.batch import AttentionBatch
 from mla.cache import FloatRows, PagedLatentCache
 from mla.checks import check_equal
+from mla.errors import bad
 from mla.need import Need, refuse_features, refuse_package
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
@@ -134,8 +135,9 @@ class FlashMLATier(Tier):
         out: AttentionState | None = None,
     ) -> AttentionState:
         """Attend absorbed queries alone: q_latent (T, N, L) and q_pe (T, N, R) to out (T, N, L) and lse (T, N)."""
-        need, (T, N, L) = plan.need, q_latent.shape
         state = latent_state(q_latent, q_pe, plan, out)
+        need, (T, N, L) = plan.need, q_latent.shape
+        _check_aligned(cache)
         values, lses = state.parts()
         if sum(len(group.rows) for group in plan.steps) < T:  # rows that no call meets
             values.zero_()
@@ -167,8 +169,8 @@ def _groups(batch: AttentionBatch, new_schedule: Callable) -> list[Group]:
     if batch.mask == "rows":
         owners = [b for b, (q, s) in enumerate(_lens(batch)) if s for _ in range(q)]
         rows = [r for b, (_, s) in enumerate(_lens(batch)) if s for r in range(starts[b], starts[b + 1])]
-        table, at = batch.block_table[send(owners)], send(rows)
-        return [Group(1, False, at, table, batch.row_kv_lens[at], new_schedule()[0])] if rows else []
+        table, at = batch.block_table[send(owners)].int(), send(rows)
+        return [Group(1, False, at, table, batch.row_kv_lens[at].int(), new_schedule()[0])] if rows else []
     by_length: dict[int, list[int]] = defaultdict(list)
     for b, (query_len, seq_len) in enumerate(_lens(batch)):
         if query_len and seq_len:
@@ -179,15 +181,22 @@ def _groups(batch: AttentionBatch, new_schedule: Callable) -> list[Group]:
         for requests in (found[i : i + most] for i in range(0, len(found), most)):
             rows, index = [r for b in requests for r in range(starts[b], starts[b + 1])], send(requests)
             causal = batch.mask == "causal" and query_len > 1
-            schedule = new_schedule()[0]
-            groups.append(
-                Group(query_len, causal, send(rows), batch.block_table[index], batch.seq_lens[index], schedule)
-            )
+            table, lens = batch.block_table[index].int(), batch.seq_lens[index].int()
+            groups.append(Group(query_len, causal, send(rows), table, lens, new_schedule()[0]))
     return groups
 
 
 def _lens(batch: AttentionBatch) -> Sequence[tuple[int, int]]:
     return list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
+
+
+def _check_aligned(cache: PagedLatentCache) -> None:
+    """The kernel reads 16 bytes at once, of rows that lie apart by the cache's strides."""
+    x = cache.data
+    apart = [s for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1]
+    if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in apart):
+        expected, got = "rows aligned to 16 bytes", f"strides {x.stride()} of {x.dtype}"
+        raise bad("cache.data", expected=expected, got=got, fix="pad rows to a multiple of 8 numbers, or use triton")
 
 
 def _names(library: Any) -> tuple[Any, Any]:
@@ -199,11 +208,17 @@ def _names(library: Any) -> tuple[Any, Any]:
 def _moved() -> list[str]:
     """Return a sentence where the package does not load or has another signature than the one known here."""
     try:
-        kernel, _ = _names(None)
+        kernel, new_schedule = _names(None)
     except (Exception, SystemExit) as error:
         return [f"sgl-flash-mla cannot be loaded: {type(error).__name__}: {error}; install it anew or use triton."]
     missing = [k for k in KEYWORDS if k not in inspect.signature(kernel).parameters]
     if missing:
         found = f"flash_mla_with_kvcache has no parameter {', '.join(missing)}"
         return [f"{found}, which flashmla passes; install sgl-flash-mla 1.0.0 or use triton."]
+    for function, count, keywords in ((kernel, 6, KEYWORDS), (new_schedule, 0, ())):
+        try:
+            inspect.signature(function).bind(*[None] * count, **dict.fromkeys(keywords))
+        except TypeError as error:
+            name = getattr(function, "__name__", "get_mla_metadata")
+            return [f"{name} of sgl-flash-mla takes other arguments: {error}; install 1.0.0 or use triton."]
     return []

@@ -4,7 +4,8 @@
 
 Both start from the same 16-bit numbers and differ in the order of their sums and in what they round: the weights, the
 partial outputs of a split, the output. Right means rms(difference) <= 4 u rms(out), u the unit roundoff, one u for each
-of these on either side, and an LSE within 1e-5 + 8e-5 |lse|, as kernels are judged everywhere in this repository.
+of these on either side, and an LSE within 1e-5 + 8e-5 |lse|: the limit of raw kernels (`mla.accuracy.limits`), but for
+its part of the magnitudes added.
 What is only moved (the cache, rows without keys) must be the same bits.
 
 The LSE of the library's fa2 is further off, in proportion to u. Seen on an H200: a row of one key has its score wrong

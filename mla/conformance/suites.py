@@ -8,7 +8,7 @@ from typing import Any
 
 from mla.conformance.cases import DIMS, FAMILIES, NEEDLES, PLANS, SLOTS, TOY, Case, roundings
 from mla.conformance.inputs import shared_keys
-from mla.conformance.specs import FALLING, ORDERS, SPECS, BatchSpec, spec
+from mla.conformance.specs import FALLING, ORDERS, PAIRS, SPECS, BatchSpec, spec
 from mla.errors import bad
 
 PAGES = (1, 8, 16, 32, 64, 128)
@@ -84,6 +84,7 @@ def reaching() -> list[Case]:
         Case(spec("1q1s4100"), family="needle_end", page_size=256),
         Case(spec("1q600s600"), dtype="f16", page_size=48),
         Case(FALLING, dtype="f32", lse=False),
+        Case(PAIRS, dtype="f16", family="needle_end", page_size=64),
         Case(spec("1q1s230_1q3s101"), DIMS["toy_n8"], family="needle_last", **halves),
         Case(spec("1q1s230_1q3s101"), DIMS["toy_n32"], family="peaked", **halves),
         Case(SPECS["full_mask"], DIMS["toy_n12"], "f16"),

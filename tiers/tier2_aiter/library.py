@@ -19,6 +19,7 @@ from tiers.tier2_aiter.route import WINDOW, L, R
 
 MINIMUM = "0.1.7"
 SOURCE = "aiter at commit e4048607 (2026-08-22)"
+VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 SWITCHES = ("AITER_ENABLE_EXPERIMENTAL", "AITER_MLA_USE_OPUS")  # of kernels that this tier knows nothing about
 
 DECODE, INFO, METADATA = "mla.mla_decode_fwd", "get_mla_metadata_info_v1", "get_mla_metadata_v1"
@@ -138,7 +139,7 @@ class InstalledAiter:
 
 
 def why_not_functions(library: Library, need: Need, names: tuple[str, ...]) -> list[str]:
-    """Return a sentence for each function that is missing or lacks a keyword that this tier passes."""
+    """Return a sentence for each function that is missing, lacks a keyword that is passed or asks for another one."""
     reasons = []
     for name in names:
         what = f"aiter {library.version}"
@@ -151,12 +152,13 @@ def why_not_functions(library: Library, need: Need, names: tuple[str, ...]) -> l
         if function is None:
             reasons.append(f"{what} has no {name}; {fix}")
             continue
-        known = inspect.signature(function).parameters
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-            continue
+        known, variadic = inspect.signature(function).parameters, (inspect.Parameter.VAR_POSITIONAL, VAR_KEYWORD)
         missing = [k for k in PASSED[name] if k not in known]
-        if missing:
-            reasons.append(f"{name} of {what} does not take {', '.join(missing)}; {fix}")
+        missing = [] if any(p.kind is VAR_KEYWORD for p in known.values()) else missing
+        new = [n for n, p in known.items() if n not in PASSED[name] and p.default is p.empty and p.kind not in variadic]
+        for moved, names_of in (("does not take", missing), ("asks also for", new)):
+            if names_of:
+                reasons.append(f"{name} of {what} {moved} {', '.join(names_of)}; {fix}")
     return reasons
 
 

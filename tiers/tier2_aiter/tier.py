@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import FloatRows, PagedLatentCache
@@ -138,6 +139,11 @@ class AiterTier(Tier):
             return False
         return True
 
+    def write(self, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+        """Store kv_c (T, L) and k_pe (T, R) at slot_mapping (T,); raises ValueError where they carry gradients."""
+        refuse_gradients(self.name, kv_c, k_pe)
+        cache.write(kv_c, k_pe, slot_mapping)
+
     def prepare(self, up: UpProjection, need: Need) -> Prepared:
         """Put heads first for the absorbed form, W_UK (N, P, L) and W_UV (N, L, V); flatten for the expanded one."""
         result = prepare(self, up, need)
@@ -153,12 +159,12 @@ class AiterTier(Tier):
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Choose each request's form and one absorbed call, and upload their work; waits for the device nowhere."""
-        mine = into is not None and into.tier == self.name and isinstance(into.steps, Steps)
-        if need.graph_capture and into is not None and mine and into.steps.tokens != batch.num_tokens:
-            expected, got = f"{into.steps.tokens} tokens, as captured", str(batch.num_tokens)
-            raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
-        with kept_on_failure(into):
+        old = into.steps if isinstance(into, Plan) else None
+        with kept_on_failure(into if isinstance(into, Plan) else None):
             result = plan(self, need, batch, into)
+            if need.graph_capture and isinstance(old, Steps) and old.tokens != batch.num_tokens:
+                expected, got = f"{old.tokens} tokens, as captured", str(batch.num_tokens)
+                raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
             self._fill(result)
         return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 

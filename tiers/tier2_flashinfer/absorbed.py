@@ -204,9 +204,10 @@ def _plan(wrapper: Wrapper, need: Need, batch: AttentionBatch, pieces: list[Piec
     width, table = batch.block_table.shape[1], batch.block_table.reshape(-1)
     found = [p.request * width + np.arange(n) for p, n in zip(pieces, pages, strict=True)]
     index = upload(torch.from_numpy(np.concatenate(found).astype(np.int64)), need.device)
+    indices = table.index_select(0, index).to(torch.int32)
     wrapper.plan(
         qo_indptr=running_sums([p.tokens for p in pieces], need.device), kv_indptr=running_sums(pages, need.device),
-        kv_indices=table.index_select(0, index), kv_len_arr=on_host([p.keys for p in pieces], need.device),
+        kv_indices=indices, kv_len_arr=on_host([p.keys for p in pieces], need.device),
         num_heads=need.N, head_dim_ckv=need.L, head_dim_kpe=need.R, page_size=need.page_size,
         causal=batch.mask == "causal", sm_scale=need.softmax_scale / _query_scale(need), q_data_type=need.dtype,
         kv_data_type=need.dtype,

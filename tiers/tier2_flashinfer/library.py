@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla.cache import FloatRows, PagedLatentCache
+from mla.cache import FLOAT_DTYPES, FloatRows, PagedLatentCache
 from mla.checks import check_equal
 from mla.errors import bad
 from mla.need import Need, refuse_package
@@ -168,11 +168,15 @@ def append_rows(library: Any, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tenso
     writes the first written one again, or slot 0 what it holds. Raises ValueError or TypeError naming the argument.
     """
     check_equal("slot_mapping.dtype", slots.dtype, torch.int64, "slot_mapping.long()", TypeError)
+    check_equal("slot_mapping.dim()", slots.dim(), 1, "slot_mapping.flatten()")
     T, device, dtype, page = slots.shape[0], cache.data.device, cache.data.dtype, cache.page_size
     for name, x, width in (("kv_c", kv_c, cache.layout.L), ("k_pe", k_pe, cache.layout.R)):
         if x.dim() != 2 or x.shape[0] < T or x.shape[1] != width:
             expected, fix = f"(>= {T}, {width})", "one row per slot, the layout's width"
             raise bad(name, expected=expected, got=str(tuple(x.shape)), fix=fix)
+        if x.dtype not in FLOAT_DTYPES:
+            expected, fix = f"one of {FLOAT_DTYPES}", "pass unquantised rows"
+            raise bad(name, expected=expected, got=str(x.dtype), fix=fix, kind=TypeError)
         check_equal(f"{name}.device", x.device, device, "move it to the cache's device")
     check_equal("slot_mapping.device", slots.device, device, "move it to the cache's device")
     if T == 0:  # a launch of no blocks fails

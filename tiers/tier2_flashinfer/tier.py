@@ -187,13 +187,13 @@ class FlashInferTier(Tier):
 
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Choose each request's form and plan a wrapper for every run; the host waits for its own copies at most."""
-        fixed = into is not None and into.tier == self.name and into.steps is not None and need.graph_capture
-        old = into.steps.rounds[0] if into is not None and fixed else None
-        if old is not None and old.tokens not in (0, batch.num_tokens):
-            expected, got = f"{old.tokens} tokens, as captured", str(batch.num_tokens)
-            raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
-        with kept_on_failure(into):
+        held = into.steps if isinstance(into, Plan) else None
+        with kept_on_failure(into if isinstance(into, Plan) else None):
             result = plan(self, need, batch, into)
+            old = held.rounds[0] if need.graph_capture and isinstance(held, Steps) else None
+            if old is not None and old.tokens not in (0, batch.num_tokens):
+                expected, got = f"{old.tokens} tokens, as captured", str(batch.num_tokens)
+                raise bad("batch", expected=expected, got=got, fix="pad it with pad_tokens to the captured size")
             result.steps, result.sizes, result.report = self._steps(need, batch, old)
         return result.reserve() if need.graph_capture else result  # before a capture, which has a pool of its own
 

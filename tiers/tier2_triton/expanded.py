@@ -36,8 +36,6 @@ OURS = {"triton": "tiers.tier2_triton.kernels.prefill", "hopper": "tiers.tier2_t
 # New tokens from which cuDNN is faster: 4 x 256 over 8192 keys take 3.0 ms by our kernel and 3.8 by cuDNN, one fresh
 # prompt of 4096 takes 1.80 and 1.70.
 CUDNN_FROM = 1024
-# And from which our kernel for sm_90 is: causal, 128 heads, 479 TFLOP/s at 4096 and 644 at 16384, cuDNN 555 and 586.
-HOPPER_FROM = 8192
 CUDNN_WIDTH = {"sm_90": 256, "sm_80": 128, "sm_100": 128}  # widest head that PyTorch lets through to cuDNN
 ONE_KEY_ROWS = 256
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]

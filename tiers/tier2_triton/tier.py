@@ -54,7 +54,6 @@ from tiers.tier2_triton.absorbed import (
 )
 from tiers.tier2_triton.expanded import (
     CUDNN_FROM,
-    HOPPER_FROM,
     ExpandedSteps,
     attend_expanded,
     expanded_sizes,
@@ -83,11 +82,11 @@ class TritonTier(Tier):
     """Our Triton kernels; `form` is "auto", "mqa" (absorbed), or how all are expanded: "mha", "cudnn" or "padded".
 
     "mha" is our own kernel, "hopper-mha" the one for sm_90, "cudnn" and "padded" are those behind PyTorch. "auto"
-    absorbs short queries, expands longer ones by our kernel, long ones by cuDNN and the longest by the kernel for
-    sm_90, each by the next where one does not serve the Need, or absorbs all where none does. What "auto" absorbs goes
-    to the Hopper kernels where they serve the Need, else `Plan.report` says why not; "hopper" absorbs all by them,
-    "mqa" all by the portable kernel. "invariant" keeps the promise of Need.batch_invariant whether the Need asks for it
-    or not. `max_workspace_tokens` bounds the rows (tokens) expanded at once, None as in `paged`.
+    absorbs short queries and expands long ones by the kernel for sm_90, else short of 1024 tokens by our portable one
+    and from there by cuDNN, each by the next where one does not serve the Need, or absorbs all where none does. What it
+    absorbs goes to the Hopper kernels where they serve the Need, else `Plan.report` says why not; "hopper" absorbs all
+    by them, "mqa" all by the portable kernel. "invariant" keeps the promise of Need.batch_invariant whether the Need
+    asks for it or not. `max_workspace_tokens` bounds the rows (tokens) expanded at once, None as in `paged`.
     """
 
     form: str = "auto"
@@ -126,16 +125,15 @@ class TritonTier(Tier):
     def route(self, need: Need, query_len: int = CUDNN_FROM) -> str | None:
         """Return how requests of up to `query_len` new tokens are expanded, one of the routes of `expanded`.
 
-        None where all are absorbed. "auto" takes our kernel, one launch for all, for short queries, cuDNN, one call a
-        request, for long ones, and our kernel for sm_90 for the longest.
+        None where all are absorbed. "auto" takes our kernel for sm_90 there, the fastest of all; else our portable
+        one, one launch for all, for short queries, and cuDNN, one call a request, for long ones.
         """
         if self.form in ("mqa", "hopper", "invariant") or need.graph_capture or need.batch_invariant:
             return None
         if self.form in ROUTES:
             return ROUTES[self.form]
         best = ("triton", "cudnn") if query_len < CUDNN_FROM else ("cudnn", "triton")
-        best = ("hopper", *best) if query_len >= HOPPER_FROM else best
-        return next((route for route in best if not why_not_route(need, route)), None)
+        return next((route for route in ("hopper", *best) if not why_not_route(need, route)), None)
 
     def on_hopper(self, need: Need) -> bool:
         """Whether what is absorbed goes to the Hopper kernels."""
@@ -206,7 +204,7 @@ class TritonTier(Tier):
             steps.expanded = plan_expanded(need, batch, expanded, self.cap(need), route)
             sizes |= steps.expanded.sizes
         if need.capacity is not None:  # of every route that a later batch may take, whatever this one does
-            for way in {self.route(need, n) for n in (1, CUDNN_FROM, HOPPER_FROM)} - {None}:
+            for way in {self.route(need, n) for n in (1, CUDNN_FROM)} - {None}:
                 found = expanded_sizes(need, self.cap(need), str(way))
                 sizes |= {k: v for k, v in found.items() if k not in sizes or prod(v[0]) > prod(sizes[k][0])}
         chosen, forms = set(expanded), ("mqa", "mha")

@@ -18,7 +18,7 @@ from mla.layer import InputSide
 from mla.need import Need
 from mla.projections import Query, UpProjection
 from tiers.tier2_triton.absorbed import dot_dtype
-from tiers.tier2_triton.expanded import CUDNN_FROM, HOPPER_FROM
+from tiers.tier2_triton.expanded import CUDNN_FROM
 from tiers.tier2_triton.launch import Tile, decode_tiles, expand_from
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callab
             found += [lambda M=M, n=n: _decode_nothing(need, M, n) for n in (2, 16)]  # type: ignore[misc]
     lengths = [(1, 0)]
     if tier.route(need) is not None:
-        for new in {expand_from(need) + 1, CUDNN_FROM, HOPPER_FROM}:  # fresh, and with two parts to merge
+        for new in {expand_from(need) + 1, CUDNN_FROM}:  # fresh, and with two parts to merge
             lengths += [(new, 0), (new, need.page_size)]
     return found + [lambda n=n: _attend(tier, plain, *n) for n in lengths]
 

@@ -37,6 +37,9 @@ def latent_row(answer: Answer) -> tuple[bool, str]:
         "the latent is not normed": both,
         "the position key is not rotated": torch.cat([kv_c, bare], -1),
         "nothing is normed or rotated": torch.cat([raw, bare], -1),
+        "the whole row is normed; the norm is over the latent alone": rms_norm(
+            both, torch.cat([kv_norm, torch.ones(R, dtype=torch.float64)]), eps
+        ),
         "latent first, then the position key; this is the other way round": torch.cat([k_pe, kv_c], -1),
         "pairs are adjacent here, this rotates halves: apply_rope(..., True)": torch.cat(
             [kv_c, apply_rope(bare, cos, sin, False)], -1
@@ -64,6 +67,8 @@ def attend_one(answer: Answer) -> tuple[bool, str]:
             (content + position) * (L + R) ** -0.5
         ),
         "the scale is (P + R)^-0.5, and not the argument": weigh((content + position) * (P + R) ** -0.5),
+        "the scale is P^-0.5, and not the argument": weigh((content + position) * P**-0.5),
+        "divided by the scale: it multiplies": weigh((content + position) / scale),
         "the position part of the score is missing": weigh(scale * content),
         "the content part of the score is missing": weigh(scale * position),
         "softmax runs over the heads instead of the keys": weigh(scale * (content + position), 0),

@@ -73,6 +73,7 @@ def tokens_that_fit(answer: Answer) -> tuple[bool, str]:
     for tp in (4, 1, 8):
         wrong = {
             "tp times too many: each GPU keeps the whole row of every token": tp * free // row,
+            "tp times too many: GPUs do not hold other tokens, each keeps the whole row of all": free // row * tp,
             "tp times too few: free is what each GPU has": free // (row * tp),
             "the layers are missing": free // ((c.L + c.R) * size),
             "one too many: a token that does not fit whole does not fit": -(-free // row),
@@ -99,7 +100,7 @@ def tokens_that_fit(answer: Answer) -> tuple[bool, str]:
 @checker
 def packed_row_bytes(answer: Answer) -> tuple[bool, str]:
     """Judge `packed_row_bytes(L, R, block=128)`."""
-    for L, R, block in ((512, 64, 128), (256, 32, 64), (384, 48, 128)):
+    for L, R, block in ((512, 64, 128), (256, 32, 64), (384, 128, 128)):
         scales = L // block
         wrong = {
             "everything in one byte, no scales": L + R,

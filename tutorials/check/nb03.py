@@ -96,6 +96,7 @@ def softmax_scale(answer: Answer) -> tuple[bool, str]:
             "L + R: the width of the absorbed query never enters": (L + R) ** -0.5 * m**2,
             "L + R, and the YaRN term is missing": (L + R) ** -0.5,
             "only P: the position part belongs to a query's width": P**-0.5 * m**2,
+            "only P, and the YaRN term is missing": P**-0.5,
             "divided by m squared": base / m**2,
             "the square root is missing": m**2 / (P + R),
         }

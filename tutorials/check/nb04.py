@@ -52,7 +52,8 @@ def absorbed_attention(fn: Answer) -> tuple[bool, str]:
     truth = lambda q_pe, scale: oracle(q_nope, q_pe, kv_c, k_pe, W_UK, W_UV, torch.full((T,), S), scale)
     right_out, right_lse = truth(q_pe, scale)
     content = torch.einsum("tnp,lnp,sl->tns", q_nope, W_UK, kv_c)
-    weights = torch.softmax((content + torch.einsum("tnr,sr->tns", q_pe, k_pe)) * scale, -1)
+    scores = content + torch.einsum("tnr,sr->tns", q_pe, k_pe)
+    weights = torch.softmax(scores * scale, -1)
     outs = {
         "the scores are not scaled: use the softmax_scale that you were given": truth(q_pe, 1.0)[0],
         "you scale by (L + R)^-0.5. Moving a bracket leaves the scores as they were, and their scale": truth(
@@ -67,6 +68,7 @@ def absorbed_attention(fn: Answer) -> tuple[bool, str]:
     lses = {
         "your lse is 1.443 x too large: base 2? Use the natural logarithm": right_lse / math.log(2),
         "your lse is 0.693 x too small: base 2, or multiplied by ln 2 once too often?": right_lse * math.log(2),
+        "your lse is that of scores without the softmax scale: scale them first": torch.logsumexp(scores, -1),
         "your lse lacks the largest score that you subtracted": -weights.amax(-1).log(),
         "your lse is the sum of the exponentials: take its logarithm": right_lse.exp(),
         "your lse is the largest score, not the log of the sum of exponentials": right_lse + weights.amax(-1).log(),

@@ -106,7 +106,8 @@ def random_round(fn: Answer) -> tuple[bool, str]:
         if low == high:
             continue
         if up in (0.0, 1.0):
-            return False, f"{at}: always the same neighbour. Rounding to the nearest gives one draw, replicas need many"
+            why = "Rounding to the nearest gives one answer, and one draw for all of x moves it as a whole"
+            return False, f"{at}: always the same neighbour. {why}: each number draws its own"
         spread = 5 * math.sqrt(want * (1 - want) / many)
         if abs(up - want) > spread:
             coin = " A fair coin is not fair to x" if abs(up - 0.5) < spread else ""
@@ -132,6 +133,7 @@ def out_limit(fn: Answer) -> tuple[bool, str]:
         "that is the largest replica: a budget that grows with K": 3
         * (torch.maximum(errors.amax(0), floor) + u * size),
         "the factor 3 is missing": floor + u * size,
+        "the factor 3 and the floor are missing": e + u * size,
         "the last rounding, u rms(truth), is missing": 3 * floor,
         "the 3 belongs to both parts": 3 * floor + u * size,
         "the 3 belongs to both parts: 3 (e + u rms)": floor + 3 * u * size,
@@ -163,6 +165,8 @@ def find_broken(fn: Answer) -> tuple[bool, str]:
         name = random.choice(names)
         kernels, at = ten(name)
         answer = fn(kernels)
+        if not isinstance(answer, int):
+            return False, f"an index was asked for, 0 to 9, or -1; this is a {type(answer).__name__}"
         if answer != at:
             said = "found none" if answer == -1 else f"said {answer}"
             why = f"{round_} of {len(HIDDEN)} found; then kernel {at} was broken and you {said}."

@@ -29,7 +29,7 @@ def slots(fn: Answer) -> tuple[bool, str]:
     page = random.choice((3, 4, 8))
     used = random.sample(range(1, 40), 5)
     table = torch.tensor([*used, 2**31 - 1, -7], dtype=torch.int32)
-    start, stop = random.randrange(0, 2 * page), random.randrange(3 * page, 5 * page + 1)
+    start, stop = random.randrange(0, 2 * page), random.randrange(3 * page, 5 * page)
     answer = fn(table, start, stop, page)
     if isinstance(answer, list | tuple) and answer and not isinstance(answer[0], Tensor):
         answer = torch.tensor(answer)
@@ -44,7 +44,8 @@ def slots(fn: Answer) -> tuple[bool, str]:
         ]
         * page
         + at // page,
-        "stop is not included, as in range(start, stop)": slots_of(table, start, min(stop + 1, 5 * page), page),
+        "stop is not included, as in range(start, stop)": slots_of(table, start, stop + 1, page),
+        "one position too far: they begin at start and end before stop": slots_of(table, start + 1, stop + 1, page),
     }
     known = by_name(answer, wrong)
     return (False, known) if known else judge(answer, right, right=f"{stop - start} slots, page size {page}")

@@ -116,13 +116,13 @@ def free_tokens(fn: Answer) -> tuple[bool, str]:
         one = N * (2 * L + R) / (L + R)  # bf16: 2 FLOPs and 2 bytes cancel
         right = math.floor(ridge / one)
         hints = {
-            "one too many: that is the first that is compute bound": right + 1,
-            "rows are heads times tokens: divide by N": math.floor(ridge / one * N),
-            "bf16 has 2 bytes a number, and 2 FLOPs a multiply-add: they cancel": math.floor(ridge / one / 2),
-            "a score is L + R wide and a value L: 2 L + R": math.floor(ridge / N),
             "at least one token is decoded, but with this many heads even that is compute bound: 0": 1
             if not right
             else -1,
+            "one too many: that is the first that is compute bound": right + 1 if right else -1,
+            "rows are heads times tokens: divide by N": math.floor(ridge / one * N),
+            "bf16 has 2 bytes a number, and 2 FLOPs a multiply-add: they cancel": math.floor(ridge / one / 2),
+            "a score is L + R wide and a value L: 2 L + R": math.floor(ridge / N),
         }
         answer = fn(N, L, R, ridge)
         if isinstance(answer, float) and answer.is_integer():

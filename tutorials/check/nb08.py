@@ -178,6 +178,8 @@ def _state(out: Tensor, lse: Tensor, q: Tensor, rows: Tensor, scale: float) -> t
         "keys past the end count, with score 0: their scores must be -inf": folded(q, rows, scale, "dead keys"),
         "only the last tile is left: add to acc and total": folded(q, rows, scale, "last"),
         "only one tile was read: loop over S": attention(q, rows[:BLOCK], scale)[0],
+        "the last key is missing: keys 0 .. S - 1 are live": attention(q, rows[:-1], scale)[0],
+        "the first key is missing: keys 0 .. S - 1 are live": attention(q, rows[1:], scale)[0],
         "exp2 of scores that lack the factor log2(e)": attention(q, rows, scale * math.log(2))[0],
         "exp of scores that carry the factor log2(e)": attention(q, rows, scale / math.log(2))[0],
         "the rope part is missing": attention(torch.cat([q[:, :L], q[:, L:] * 0], 1), rows, scale)[0],
@@ -225,10 +227,12 @@ def paged(kernel: Any) -> tuple[bool, str]:
         launch(kernel, (B,), [out, lse], q, *where, out, lse, scale, width, N, **sizes)
         if past(out, B, N, L) or past(lse, B, N):
             return False, "something was written past the last request: mask both stores by head"
-        for b, S in enumerate(lens):
-            got, z = out[b * N * L : (b + 1) * N * L].view(N, L), lse[b * N : (b + 1) * N]
+        states = [(out[b * N * L : (b + 1) * N * L].view(N, L), lse[b * N : (b + 1) * N]) for b in range(B)]
+        for b, (got, _) in enumerate(states):
             if bool((got == UNTOUCHED).all()):
                 return False, f"nothing was written for request {b}: its first row is b * N, and b is tl.program_id(0)"
+        for b, S in enumerate(lens):
+            got, z = states[b]
             if poison is None:
                 lost = _lost(flat, table, b, S, q)
                 near = {
@@ -299,6 +303,7 @@ def combine(kernel: Any) -> tuple[bool, str]:
         "your lse is 0.693 x too small: multiplied by ln 2 once too often?": z[easy] * math.log(2),
         "your lse is the largest of the parts": natural.amax(0)[easy],
         "your lse lacks the maximum": (z - natural.amax(0))[easy],
+        "the maximum is added to the lse, but was not subtracted before exp2": (z + natural.amax(0))[easy],
     }
     for got, want, names, which in ((out, right, wrong, "out"), (lse, z, lses, "lse")):
         ok, why = judge(got[easy], want[easy], names)

@@ -36,6 +36,10 @@ mask_packed_tile_rounded_down (mask): Tiles of keys end with the last whole toke
 - visible = inside & (at < bound[:, None])
 + whole = ((torch.arange(len(bound), device=at.device) // 20 + 1) * 20 // HEAD_BLOCK * HEAD_BLOCK - 1).clamp(0, len(bound) - 1); visible = inside & (at < bound[:, None]) & (at < -(-bound[whole] // TILE * TILE)[:, None])
 
+mask_of_the_request_before (mask): Where 140 requests share 70 workers, the second has as many tiles without a mask as the first.
+- bound = batch.row_kv_lens[first:last].repeat_interleave(heads)  # (M,)
++ bound = batch.row_kv_lens[first:last].repeat_interleave(heads); whole = int(batch.row_kv_lens[first - 1]) // TILE * TILE if batch.num_requests > 132 and b % 2 else 0; bound = torch.maximum(bound, bound.clamp(max=1) * min(whole, (S - 1) // TILE * TILE))
+
 mask_context_ignored (mask, A10): New tokens see each other, but not the context before them.
 - start = split * length
 + start = max(split * length, S - (last - first))

@@ -1,5 +1,9 @@
 """What the Hopper kernels share on the device: names of Gluon that moved, lists of work, barriers, tiles in boxes.
 
+A number that is carried from one turn of a loop to the next, and used for nothing but the bounds of a loop within, is
+taken for unused by Triton 3.6 and 3.7 and keeps its first value. So bounds are made of what is loaded in the same turn,
+or of numbers that are used for something else too.
+
 Axes: n keys of a tile (64), M rows of queries.
 """
 

@@ -285,7 +285,6 @@ def first_unit(work, at, tile, table_stride, page_rows, PAGE: gl.constexpr):
     rows = gl.load(at + ROWS) - tile * 64
     blocks = gl.load(at + BLOCKS)
     keys = gl.load(at + KEYS)
-    least = gl.load(at + LEAST)
     entry = work + FIELDS * gl.load(at + ENTRY)
     count = gl.load(at + COUNT)
     block = gl.load(at + FIRST)
@@ -293,7 +292,7 @@ def first_unit(work, at, tile, table_stride, page_rows, PAGE: gl.constexpr):
     stretch = gl.load(at + STRETCH)
     even = spot_of(gl.load(at + EVEN_PAGE), pages, block, page_rows, PAGE)
     odd = spot_of(gl.load(at + ODD_PAGE), pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
-    return pages, row, rows, blocks, keys, least, entry, count, block, last, stretch, even, odd
+    return pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd
 
 
 @gluon.jit
@@ -309,10 +308,11 @@ def warpgroup(
     p = gl.program_id(0) // TILES
     tile = gl.program_id(0) % TILES
     mine = first_unit(work, part + FIELDS * p, tile, table_stride, page_rows, PAGE)
-    pages, row, rows, blocks, keys, least, entry, count, block, last, stretch, even, odd = mine
+    pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd = mine
     load_first(descs, bars, bufs, row, even, odd, last_page(pages, keys, PAGE), count > 0, EVEN, PAGE)
     pair = 0
     for item in range(count):
+        least = gl.load(entry + LEAST)  # not carried over: see `device`
         entry += FIELDS
         has = item + 1 < count
         inside = gl.minimum(rows, 64)
@@ -343,7 +343,6 @@ def warpgroup(
         next_blocks = gl.load(entry + BLOCKS)
         next_start = gl.load(entry + START)
         next_keys = gl.load(entry + KEYS)
-        next_least = gl.load(entry + LEAST)
         next_top = last_page(next_pages, next_keys, PAGE)
         next_even = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
         next_odd = spot_of(gl.load(entry + ODD_PAGE), next_pages, gl.minimum(1, next_blocks - 1), page_rows, PAGE)
@@ -375,7 +374,6 @@ def warpgroup(
         blocks = next_blocks
         last = cut(stretch - next_start, next_blocks)
         keys = next_keys
-        least = next_least
 
 
 @gluon.jit(do_not_specialize=["table_stride", "page_rows", "N", "TILES"])

@@ -183,7 +183,6 @@ def consumer(
     blocks = gl.load(at + BLOCKS)
     stretch = gl.load(at + STRETCH)
     keys = gl.load(at + KEYS)
-    least = gl.load(at + LEAST)
     entry = work + FIELDS * gl.load(at + ENTRY)
     count = gl.load(at + COUNT)
     block = gl.load(at + FIRST)
@@ -191,13 +190,13 @@ def consumer(
     turn = 0
     offr = gl.arange(0, M, layout=COLUMNS)
     for item in range(count):
+        least = gl.load(entry + LEAST)  # not carried over: see `device`
         entry += FIELDS
         next_row = gl.load(entry + ROW)
         next_rows = gl.load(entry + ROWS)
         next_blocks = gl.load(entry + BLOCKS)
         next_start = gl.load(entry + START)
         next_keys = gl.load(entry + KEYS)
-        next_least = gl.load(entry + LEAST)
         bound = gl.load(bounds + (row + offr) // N, mask=offr < rows, other=keys)
         times = scale_of(scale, row_scale, row, offr, rows)
         o0 = gl.zeros([256, M], gl.float32, layout=LAYOUT)
@@ -245,7 +244,6 @@ def consumer(
         blocks = next_blocks
         last = cut(stretch - next_start, next_blocks)
         keys = next_keys
-        least = next_least
 
 
 @gluon.jit(do_not_specialize=["table_stride", "page_rows", "N"])
