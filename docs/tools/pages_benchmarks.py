@@ -62,14 +62,43 @@ def bench_rows(rec: dict[str, Any]) -> list[list[str]]:
         if not t:
             kind = "cell-refused" if r["status"] == "refused" else "cell-failed"
             said = f"{escape(r['status'])}: {escape(' '.join(r['reasons']))}"
-            rows.append([name, r["batch"], f'<td class="{kind} say" colspan="7">{said}</td>'])
+            rows.append([name, short(r["batch"]), f'<td class="{kind} say" colspan="7">{said}</td>'])
             continue
         rows.append([
-            name, r["batch"], *time_cells(t), f"{t.get('how', 'host')}, {t['repeats']}",
+            name, short(r["batch"]), *time_cells(t), f"{t.get('how', 'host')}, {t['repeats']}",
             percent(r.get("percent_of_copy")), percent(r.get("percent_of_matmul")),
             f"{plan['median_ms']:.3g}" if plan else "-", f"{max(float(r['used_out']), float(r['used_lse'])):.2f}",
         ])  # fmt: skip
     return rows
+
+
+def short(batch: str) -> str:
+    """Return a batch as a table can hold it: many single requests are counted."""
+    count = batch.count("_") + 1
+    return batch if count < 8 else f"{count} requests: {', '.join(batch.split('_')[:2])}, ..."
+
+
+def beside(records: list[tuple[str, dict[str, Any]]], peer: str = "docs/tools/flashmla_kernel.py") -> str:
+    """Return the table of our inner kernels beside another's in the same run: the ratio of the medians."""
+    rows = []
+    for name, rec in records:
+        for batch in dict.fromkeys(r["batch"] for r in rec["rows"]):
+            found = {
+                r["tier"]: r["attend"]["median_ms"] * 1e3 for r in rec["rows"] if r["batch"] == batch and r["attend"]
+            }
+            if peer not in found:
+                continue
+            rows += [
+                [
+                    f"<code>{escape(tier)}</code>", str(rec["model"]["N"]), short(batch), f"{us:.1f}",
+                    f"{found[peer]:.1f}", f"<strong>{us / found[peer]:.3f}</strong>",
+                    f'<a href="../{name}">record</a>',
+                ]
+                for tier, us in found.items() if tier != peer
+            ]  # fmt: skip
+    head = ["tier", "heads", "batch", "ours, us", "FlashMLA, us", "ours / FlashMLA", ""]
+    why = "Both in turns in one process on the same tensors, behind a cold L2, as replayed graphs, the merge included."
+    return f"## Decode beside FlashMLA\n\n{why}\n\n{html_table(head, rows)}\n" if rows else ""
 
 
 def time_cells(t: dict[str, Any]) -> list[str]:
@@ -255,6 +284,7 @@ def pages() -> dict[str, str]:
             "Steps in which every request has one new token. One symbol is one batch; point at it for its name.\n",
             chart(series, rate, row_bytes),
         ]
+    parts.append(beside(timed))
     on_gpu = [(n, r) for n, r in timed if r.get("device")]
     parts += ["## On GPUs\n", *(section(n, r) for n, r in on_gpu)]
     parts += [kernels(n, r) for n, r in records if "kernel" in (r.get("rows") or [{}])[0]]
