@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import FLOAT_DTYPES, CacheSpec, PagedLatentCache
-from mla.checks import check_equal
+from mla.checks import check_equal, check_type
 from mla.errors import bad
 from mla.need import Need, normal_device
 from mla.projections import Query, UpProjection
@@ -193,6 +193,12 @@ def check_attend(q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Pl
 
     q.nope must be (T, N, P) and q.pe (T, N, R) in need.dtype, out.out (T, N, V) in need.out_dtype, out.lse (T, N).
     """
+    check_type("q", q, Query, "pass Query(nope, pe)")
+    check_type("cache", cache, PagedLatentCache, "pass tier.new_cache(...)")
+    check_type("prepared", prepared, Prepared, "pass tier.prepare(up, need)")
+    check_type("plan", plan, Plan, "pass tier.plan(need, batch)")
+    if out is not None:
+        check_type("out", out, AttentionState, "pass AttentionState(out, lse), or None")
     need, T = plan.need, plan.batch.num_tokens
     if prepared.need is not need and prepared.need != need:
         expected, fix = "the Need that the layer was prepared for", "plan with prepared.need"

@@ -459,3 +459,22 @@ def test_a_plan_keeps_what_it_had_where_its_refill_fails():
     with pytest.raises(RuntimeError, match="no"):
         refill()
     assert all(a is b for a, b in zip(before, (plan.batch, plan.steps, plan.sizes, plan.report), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("q", (1, 2), "q: expected a Query, got "),
+        ("cache", None, "cache: expected a PagedLatentCache, got "),
+        ("prepared", None, "prepared: expected a Prepared, got "),
+        ("plan", None, "plan: expected a Plan, got "),
+        ("out", "out", "out: expected a AttentionState, got "),
+    ],
+)
+def test_O1_what_is_no_such_thing_at_all_is_named(name, wrong, said):
+    case = make_case([1, 2], [3, 4])
+    tier = tiers.get("paged")
+    given = {"q": case.q, "cache": case.cache, "prepared": tier.prepare(case.up, case.need)}
+    given |= {"plan": tier.plan(case.need, case.batch), "out": None, name: wrong}
+    with pytest.raises(TypeError, match=said):
+        tier.attend(**given)

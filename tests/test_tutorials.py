@@ -190,6 +190,7 @@ WRONG = [
         "hidden / heads",
     ),
     ("nb01", "packed_row_bytes", lambda L, R, block: L + R, "one byte"),
+    ("nb01", "packed_row_bytes", lambda L, R, block: L + 4 * ((L + R) // block) + 2 * R, "gets no scales"),
     ("nb02", "largest_rank", lambda S, N, P, V, L: min(S, 2 * L, N * (P + V)), "share one latent"),
     ("nb02", "fold_gain", lambda K, V, gain: (K, V), "nothing is folded"),
     ("nb02", "largest_useful_rank", lambda H, N, P, R: min(H, N * (P + R)), "far more parameters"),
@@ -200,6 +201,14 @@ WRONG = [
     ("nb09", "adapt", lambda out, lse: (out, lse), "still in base 2"),
     ("nb09", "adapt", lambda out, lse: (out, lse / LN2), "the wrong way"),
     ("nb09", "why_not", lambda need: need.page_size == 64, "a list of sentences"),
+    ("nb04", "pair_flops", lambda L, P, R, V: (P + R + V, 2 * L + R), "half of it"),
+    ("nb05", "bf16_error", lambda x: 2**-8, "relative to the power of two"),
+    (
+        "nb07",
+        "free_tokens",
+        lambda N, L, R, r: max(1, int(r // (N * (2 * L + R) / (L + R)))),
+        "at least one token",
+    ),
 ]
 
 

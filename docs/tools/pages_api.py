@@ -2,6 +2,8 @@
 
 from pieces import ROOT
 
+RARELY_MEANT = "---\nsearch:\n  boost: 0.5\n---\n"  # a word that is searched for is explained elsewhere
+
 PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "model": (
         "The model",
@@ -70,7 +72,7 @@ def pages() -> dict[str, str]:
     found = {}
     for page, (title, about, _) in PARTS.items():
         blocks = "\n".join(f"::: {module}\n" for module in by_page[page])
-        found[f"reference/api/{page}.md"] = f"# {title}\n\n{about}\n\n{blocks}"
+        found[f"reference/api/{page}.md"] = f"{RARELY_MEANT}# {title}\n\n{about}\n\n{blocks}"
     parts = "\n".join(
         f"**[{title}]({page}.md).** {about.split(' [')[0]}\n\n{', '.join(f'`{m}`' for m in by_page[page])}\n"
         for page, (title, about, _) in PARTS.items()
