@@ -246,7 +246,7 @@ def test_a_mixed_batch_comes_in_every_order_in_both_suites():
 @pytest.mark.parametrize("name", ["smoke", "full"])
 def test_each_suite_reaches_past_every_limit_that_a_kernel_could_have(name):
     cases = suite(name)
-    assert max(len(c.batch.query_lens) for c in cases) == 66
+    assert max(len(c.batch.query_lens) for c in cases) == 140
     assert max(max(c.batch.seq_lens, default=0) for c in cases) == 4100
     assert max(max(c.batch.query_lens, default=0) for c in cases) == max(c.batch.num_tokens for c in cases) == 600
     assert {c.page_size for c in cases} >= {*PAGES, 3, 48, 100, 256}

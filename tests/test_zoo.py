@@ -48,6 +48,7 @@ CASES = [
     Case(spec("1q1s21_1q3s18"), DIMS["toy_n12"], "bf16", "", "needle"),
     toy("verify_4", "peaked", "f32", repeats=5),
     toy("edge_across_128", "randn", "f32"),
+    toy("long_short_pairs", "needle_end", "f16", 64),  # a worker does two requests in a row
     toy("1q40s61", "randn", "f32"),  # rows that see one key of a tile, in the middle of packed ones
 ]
 SMALL = [name for name, f in FAULTS.items() if f.suite != "large"]

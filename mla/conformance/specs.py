@@ -169,7 +169,7 @@ ORDERS = orders({"d": (1, 33), "v": (2, 18), "p": (17, 17), "c": (5, 40)})
 FALLING = BatchSpec("falling_bounds", (3, 2), (20, 11), 3, mask="rows", row_kv_lens=(17, 5, 9, 11, 4))
 
 # More requests than a GPU has processors: some do two in a row, and what is true of the first is not of the second
-PAIRS = BatchSpec("long_short_pairs", (1, 8) * 70, (300, 196) * 70)
+PAIRS = BatchSpec("long_short_pairs", (1, 7) * 70, (300, 196) * 70)
 
 SPECS: dict[str, BatchSpec] = {s.name: s for s in (*FIELD, *EDGES, *FEW_KEYS, *EMPTY_ROWS, *MIXED)}
 # known by name too, but not paired with everything else

@@ -80,11 +80,10 @@ def reaching() -> list[Case]:
     """Return the cases beyond the ranges of the others: B, S, T, page, heads, bounds, and pairs of dtypes or masks."""
     halves: dict[str, Any] = {"layout": "rows_f16", "page_size": 100}
     return [
-        Case(spec("33q1s5_33q1s20"), family="needle"),
+        Case(PAIRS, dtype="f16", family="needle_end", page_size=64),
         Case(spec("1q1s4100"), family="needle_end", page_size=256),
         Case(spec("1q600s600"), dtype="f16", page_size=48),
         Case(FALLING, dtype="f32", lse=False),
-        Case(PAIRS, dtype="f16", family="needle_end", page_size=64),
         Case(spec("1q1s230_1q3s101"), DIMS["toy_n8"], family="needle_last", **halves),
         Case(spec("1q1s230_1q3s101"), DIMS["toy_n32"], family="peaked", **halves),
         Case(SPECS["full_mask"], DIMS["toy_n12"], "f16"),
