@@ -100,13 +100,15 @@ def test_F5_queries_and_rows_whose_last_axis_is_strided_are_read_right():
     assert not cache.data.view(8, -1)[3:].any()
 
 
-def test_auto_expands_on_hopper_by_its_kernel_else_long_queries_by_cudnn_and_short_ones_by_the_portable_one():
+def test_auto_expands_on_hopper_by_its_kernel_else_by_cudnn_or_the_portable_one():
     sizes = {"N": 16, "L": 512, "P": 128, "R": 64, "V": 128, "page_size": 64, "dtype": torch.bfloat16}
     need, tier = make_need(**sizes, device="cuda:0", arch="sm_80"), tiers.get("triton")
-    assert [tier.route(need, n) for n in (1, 256, 1023, 1024, 16384)] == ["triton"] * 5  # 192 is too wide for cuDNN there
+    assert [tier.route(need, n) for n in (1, 256, 1023, 1024, 16384)] == [
+        "triton"
+    ] * 5  # 192 is too wide for cuDNN there
     need = make_need(**sizes, device="cuda:0", arch="sm_90")
     assert [tier.route(need, n) for n in (1, 256, 1023, 1024, 16384)] == ["hopper"] * 5
-    other = make_need(**sizes | {"P": 64}, device="cuda:0", arch="sm_90")  # sizes that the kernel for sm_90 does not take
+    other = make_need(**sizes | {"P": 64}, device="cuda:0", arch="sm_90")  # not taken by the kernel for sm_90
     assert [tier.route(other, n) for n in (1, 256, 1023, 1024, 16384)] == ["triton"] * 3 + ["cudnn"] * 2
     assert tier.route(make_need(**sizes, device="cuda:0", arch="gfx942"), 16384) == "triton"
     assert tiers.get("triton:cudnn").route(need, 1) == "cudnn"
