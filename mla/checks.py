@@ -52,6 +52,14 @@ def check_equal(name: str, got: object, expected: object, fix: str, kind: type[E
         raise bad(name, expected=str(expected), got=str(got), fix=fix, kind=kind)
 
 
+def check_aligned(data: Tensor) -> None:
+    """Raise ValueError where rows of a cache's data (pages, page_size, width) do not begin at multiples of 16 bytes."""
+    apart = [s for s, n in zip(data.stride()[:2], data.shape[:2], strict=True) if n > 1]
+    if data.data_ptr() % 16 or any(s * data.element_size() % 16 for s in apart):
+        expected, got = "rows aligned to 16 bytes", f"strides {data.stride()} of {data.dtype}"
+        raise bad("cache.data", expected=expected, got=got, fix="pad rows to a multiple of 8 numbers, or use triton")
+
+
 def integer_tensor(name: str, x: Tensor | np.ndarray, axes: str) -> Tensor:
     """Return `x`, integers of shape `axes` such as (B, max_pages), as int64 on the host.
 

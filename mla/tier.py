@@ -179,7 +179,7 @@ def plan(tier: Tier, need: Need, batch: AttentionBatch, into: Plan | None = None
 @contextmanager
 def kept_on_failure(into: Plan | None) -> Iterator[None]:
     """Give a plan that is being refilled its batch, steps, sizes and report back where the body raises."""
-    before = None if into is None else (into.batch, into.steps, into.sizes, into.report)
+    before = (into.batch, into.steps, into.sizes, into.report) if isinstance(into, Plan) else None
     try:
         yield
     except Exception:

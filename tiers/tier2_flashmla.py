@@ -21,8 +21,7 @@ from torch import Tensor
 
 from mla.batch import AttentionBatch
 from mla.cache import FloatRows, PagedLatentCache
-from mla.checks import check_equal
-from mla.errors import bad
+from mla.checks import check_aligned, check_equal
 from mla.need import Need, refuse_features, refuse_package
 from mla.projections import Query, UpProjection
 from mla.state import AttentionState
@@ -137,7 +136,7 @@ class FlashMLATier(Tier):
         """Attend absorbed queries alone: q_latent (T, N, L) and q_pe (T, N, R) to out (T, N, L) and lse (T, N)."""
         state = latent_state(q_latent, q_pe, plan, out)
         need, (T, N, L) = plan.need, q_latent.shape
-        _check_aligned(cache)
+        check_aligned(cache.data)
         values, lses = state.parts()
         if sum(len(group.rows) for group in plan.steps) < T:  # rows that no call meets
             values.zero_()
@@ -188,15 +187,6 @@ def _groups(batch: AttentionBatch, new_schedule: Callable) -> list[Group]:
 
 def _lens(batch: AttentionBatch) -> Sequence[tuple[int, int]]:
     return list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
-
-
-def _check_aligned(cache: PagedLatentCache) -> None:
-    """The kernel reads 16 bytes at once, of rows that lie apart by the cache's strides."""
-    x = cache.data
-    apart = [s for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1]
-    if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in apart):
-        expected, got = "rows aligned to 16 bytes", f"strides {x.stride()} of {x.dtype}"
-        raise bad("cache.data", expected=expected, got=got, fix="pad rows to a multiple of 8 numbers, or use triton")
 
 
 def _names(library: Any) -> tuple[Any, Any]:

@@ -160,7 +160,7 @@ class AiterTier(Tier):
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Choose each request's form and one absorbed call, and upload their work; waits for the device nowhere."""
         old = into.steps if isinstance(into, Plan) else None
-        with kept_on_failure(into if isinstance(into, Plan) else None):
+        with kept_on_failure(into):
             result = plan(self, need, batch, into)
             if need.graph_capture and isinstance(old, Steps) and old.tokens != batch.num_tokens:
                 expected, got = f"{old.tokens} tokens, as captured", str(batch.num_tokens)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla.cache import FLOAT_DTYPES, FloatRows, PagedLatentCache
-from mla.checks import check_equal
+from mla.checks import check_aligned, check_equal
 from mla.errors import bad
 from mla.need import Need, refuse_package
 
@@ -146,17 +146,15 @@ def borrow(library: Any, kind: str, backend: str, device: str, owner: object) ->
     return wrapper
 
 
-def check_aligned(cache: PagedLatentCache) -> None:
+def check_readable(cache: PagedLatentCache) -> None:
     """Raise ValueError where kernels would read a cache's rows wrong: 16 bytes at once, strides of 32 bits.
 
     cache.data is (pages, page_size, L + R); rows of odd width, which only the stand-in takes, are not checked.
     """
     x = cache.data
-    apart = [s for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1]
-    if x.shape[2] % 8 == 0 and (x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in apart)):
-        expected, got = "rows aligned to 16 bytes", f"strides {x.stride()} of {x.dtype}"
-        raise bad("cache.data", expected=expected, got=got, fix="pad rows to a multiple of 8 numbers, or use triton")
-    if any(s >= 1 << 32 for s in apart):
+    if x.shape[2] % 8 == 0:
+        check_aligned(x)
+    if any(s >= 1 << 32 for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1):
         expected, got = "strides below 2^32", str(x.stride())
         raise bad("cache.data", expected=expected, got=got, fix="allocate pages closer together, or use triton")
 
@@ -181,7 +179,7 @@ def append_rows(library: Any, cache: PagedLatentCache, kv_c: Tensor, k_pe: Tenso
     check_equal("slot_mapping.device", slots.device, device, "move it to the cache's device")
     if T == 0:  # a launch of no blocks fails
         return
-    check_aligned(cache)
+    check_readable(cache)
     keep, rows = slots >= 0, cache.layout.read(cache.data)
     first = keep.int().argmax(0, keepdim=True)  # (1,): an index without axes would be read by the host
     some, source = keep[first], torch.where(keep, torch.arange(T, device=device), first)

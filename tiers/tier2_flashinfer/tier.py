@@ -41,7 +41,7 @@ from tiers.tier2_flashinfer.library import (
     Wrapper,
     append_rows,
     borrow,
-    check_aligned,
+    check_readable,
     find_library,
     library_version,
     running_sums,
@@ -188,7 +188,7 @@ class FlashInferTier(Tier):
     def plan(self, need: Need, batch: AttentionBatch, into: Plan | None = None) -> Plan:
         """Choose each request's form and plan a wrapper for every run; the host waits for its own copies at most."""
         held = into.steps if isinstance(into, Plan) else None
-        with kept_on_failure(into if isinstance(into, Plan) else None):
+        with kept_on_failure(into):
             result = plan(self, need, batch, into)
             old = held.rounds[0] if need.graph_capture and isinstance(held, Steps) else None
             if old is not None and old.tokens not in (0, batch.num_tokens):
@@ -226,7 +226,7 @@ class FlashInferTier(Tier):
         """
         check_attend(q, cache, prepared, plan, out)
         check_equal("plan.tier", plan.tier, self.name, "plan with the tier that attends")
-        check_aligned(cache)
+        check_readable(cache)
         refuse_gradients("flashinfer", q.nope, q.pe)
         need, steps, T = plan.need, plan.steps, plan.batch.num_tokens
         whole = q.nope.new_empty(T, need.N, need.V, dtype=need.out_dtype)

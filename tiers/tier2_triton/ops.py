@@ -182,7 +182,7 @@ def attend_hopper(
             per_head(q_nope, W_UK, q_latent, row_scale)
         else:
             torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent.transpose(0, 1))
-        if row_scale is not None:  # the scale is that of the whole score; a power of two, so this is exact
+        if row_scale is not None:  # the scale is that of the whole score; a power of two, exact but for subnormals
             q_pe = (q_pe / row_scale.unsqueeze(-1)).to(q_pe.dtype)
         lists = (block_table, row_kv_lens, units, work, place, part, part_out, part_lse)
         decode(q_latent, q_pe, data, *lists, latent, lse, softmax_scale, M, at_once, row_scale)

@@ -212,7 +212,9 @@ class TritonTier(Tier):
         report |= {"route": route or "none", "rounds": len(steps.rounds)}
         items = [r.units if isinstance(r, HopperRound) else r.items for r in steps.rounds]
         report |= {"hopper": hopper, "items": sum(x.shape[0] for x in items)}
-        return steps, sizes, report if hopper else report | {"why_not_hopper": why_not_hopper(inner)}
+        if self.form == "auto" and not hopper:
+            report["why_not_hopper"] = why_not_hopper(inner)
+        return steps, sizes, report
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
