@@ -5,6 +5,7 @@ Axes: T tokens, N heads, U units, p parts.
 """
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tiers.tier2_triton.hopper import combine as combine_module  # noqa: E402
 from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
 from tiers.tier2_triton.hopper.combine import problem as combine_problem  # noqa: E402
 from tiers.tier2_triton.hopper.decode import as_rows, pool  # noqa: E402
-from tiers.tier2_triton.hopper.schedule import COST, FAR, problem, schedule, schedule_reference  # noqa: E402
+from tiers.tier2_triton.hopper.schedule import COST, FAR, PIECE, problem, schedule, schedule_reference  # noqa: E402
 from tiers.tier2_triton.hopper_rounds import plan_hopper, rows_of_a_unit, why_not_hopper  # noqa: E402
 from tiers.tier2_triton.schedule import Piece  # noqa: E402
 
@@ -52,11 +53,9 @@ def filled(size: str, parts: int | None, kernel) -> dict:
 @pytest.mark.parametrize("size", ["toy", "real"])
 def test_the_kernel_shares_out_as_its_reference_does(size, parts):
     found, expected = filled(size, parts, schedule), filled(size, parts, schedule_reference)
-    n = int((expected["place"][:, 1] > 0).sum())
+    n = int((expected["work"][:, 3] > 0).sum())
     assert torch.equal(found["work"][: n + 1, :9], expected["work"][: n + 1, :9])
-    assert torch.equal(found["place"][:, :2], expected["place"][:, :2])
-    keyed = expected["place"][:, 1] > 0
-    assert torch.equal(found["place"][keyed], expected["place"][keyed])
+    assert torch.equal(found["merges"], expected["merges"])
     assert torch.equal(found["part"][:, 9:11], expected["part"][:, 9:11])
     busy = expected["part"][:, 10] > 0
     assert torch.equal(found["part"][busy], expected["part"][busy])
@@ -65,7 +64,7 @@ def test_the_kernel_shares_out_as_its_reference_does(size, parts):
 @pytest.mark.parametrize("parts", [1, 3, 9, 33, 66, 132])
 def test_every_block_is_somebodys_once_and_loads_are_alike(parts):
     found = filled("toy", parts, schedule)
-    work, part, place = (found[name].tolist() for name in ("work", "part", "place"))
+    work, part, merges = (found[name].tolist() for name in ("work", "part", "merges"))
     seen, loads = {}, []
     for p, entry in enumerate(part):
         which, count, first, last, stretch = entry[9:14]
@@ -80,16 +79,17 @@ def test_every_block_is_somebodys_once_and_loads_are_alike(parts):
             for block in range(a, b):
                 assert (which + k, block) not in seen
                 seen[which + k, block] = p, a > 0
-    entries = [entry for entry, (_, blocks, _, _) in enumerate(place) if blocks]
-    for u, (_, blocks, first, last) in enumerate(place):
-        if blocks:
-            entry = entries.index(u)
-            owners = [seen[entry, block] for block in range(blocks)]
-            assert sorted({p for p, _ in owners}) == list(range(first, last + 1))
-            assert all(later == (p != first) for p, later in owners)  # slots 2 p + 1 and 2 p
-    assert len(seen) == sum(blocks for _, blocks, _, _ in place)
-    longest = max(blocks for _, blocks, _, _ in place)
-    assert max(loads) <= max(sum(loads) / parts + 2 * COST + 2, min(longest + COST, sum(loads)))
+    keyed = list(itertools.takewhile(lambda entry: entry[3], work))
+    spans = {row: (first, last) for row, rows, first, last in merges if rows}
+    for i, (_, row, _, blocks, *_) in enumerate(keyed):
+        owners = [seen[i, block] for block in range(blocks)]
+        first, last = spans.pop(row, (owners[0][0], owners[0][0]))
+        assert sorted({p for p, _ in owners}) == list(range(first, last + 1))
+        assert all(later == (p != first) for p, later in owners)  # slots 2 p + 1 and 2 p
+    assert set(spans.values()) == {(0, -1)}, "a unit that is listed is cut, or has rows and no keys"
+    longest, total = max(entry[3] for entry in keyed), sum(entry[3] for entry in keyed)
+    assert len(seen) == total
+    assert max(loads) <= max(sum(loads) / parts + 2 * COST + max(2, PIECE), min(longest + COST, sum(loads)))
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
@@ -106,8 +106,7 @@ def test_pages_of_less_than_a_block_are_left_to_the_kernels(page_size):
 
 def test_equal_requests_are_cut_alike_and_not_at_all_where_all_parts_have_one():
     assert filled("real", 66, schedule)["part"][0, 13] == FAR  # 128 units, two for each part
-    cut = filled("real", 132, schedule)
-    assert (cut["place"][:, 2] == cut["place"][:, 3]).all()
+    assert not filled("real", 132, schedule)["merges"].any()
 
 
 def test_a_unit_is_as_many_rows_as_all_requests_have_in_common():
@@ -128,7 +127,7 @@ def test_a_round_lists_every_row_once_and_keys_in_no_unit_without_them(monkeypat
     step = plan_hopper(on_hopper(N=20), pieces, slice(0, 9), bounds, table)
     assert step.M == 128
     assert step.units.tolist() == [[0, 0, 80, 0], [1, 80, 60, 0], [0, 140, 40, 0]]
-    assert step.place[:, 1].tolist() == [2, 0, 0]
+    assert step.merges.tolist() == [[80, 60, 0, -1], [140, 40, 0, -1], [0, 0, 0, 0]]
     assert (step.work[0, 5], step.work[0, 6]) == (70, 67)
 
 
@@ -179,6 +178,8 @@ def test_a_pool_is_rows_of_equal_distance_or_refused():
     assert (apart, rows.shape, rows.stride()) == (192, (4 * 192 + 64, 576), (640, 1))
     with pytest.raises(ValueError, match=r"cache.data: expected rows that a descriptor can describe"):
         pool(torch.zeros(4, 64, 577, dtype=torch.bfloat16)[..., :576])
+    rows, apart = pool(torch.zeros(64 * 576, dtype=torch.bfloat16).as_strided((1, 64, 576), (7, 576, 1)))
+    assert (apart, rows.shape) == (64, (64, 576))
 
 
 def test_queries_become_rows_and_are_copied_only_where_they_must():
@@ -188,9 +189,16 @@ def test_queries_become_rows_and_are_copied_only_where_they_must():
     assert torch.equal(rows, whole[..., 512:].reshape(12, 64))
     turned = torch.randn(4, 3, 64).to(torch.bfloat16).transpose(0, 1)
     assert torch.equal(as_rows(turned), turned.reshape(12, 64))
+    for shape, strides in ((12, 1, 64), (64, 768, 1)), ((1, 12, 64), (8, 64, 1)), ((1, 1, 64), (8, 8, 1)):
+        odd = (
+            torch.randn(768).to(torch.bfloat16).as_strided(shape, strides)
+        )  # the stride of an axis of one says nothing
+        rows = as_rows(odd)
+        assert torch.equal(rows, odd.reshape(-1, 64))
+        assert rows.data_ptr() == odd.data_ptr()
 
 
-@pytest.mark.parametrize("at_once", [2, 16])
+@pytest.mark.parametrize("at_once", list(combine_module.SHAPES))
 @pytest.mark.parametrize("programs", [3, 4096])
 def test_the_merge_computes_what_its_reference_does(monkeypatch, at_once, programs):
     """Interpreted: waiting for the launch before is the one thing that needs a GPU. 3 programs go round and round."""

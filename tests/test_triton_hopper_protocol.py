@@ -339,8 +339,8 @@ def test_the_pages_example_is_what_schedule_reference_says():
     for column, title in enumerate(head):
         blocks = [int(n) for n in title.removesuffix(" blocks").split(", ")]
         units, table = ints([(b, 64 * b, 64, 0) for b in range(4)]), torch.zeros(4, 65, dtype=torch.int32)
-        work, place, part = (torch.zeros(*shape, dtype=torch.int32) for shape in ((5, 16), (4, 4), (4, 16)))
-        schedule_reference(units, ints([64 * n for n in blocks]), table, work, place, part, 64, 64, 64)
+        work, merges, part = (torch.zeros(*shape, dtype=torch.int32) for shape in ((5, 16), (4, 4), (4, 16)))
+        schedule_reference(units, ints([64 * n for n in blocks]), table, work, merges, part, 64, 64, 64)
         for p, line in enumerate(lines):
             said = [tuple(map(int, re.findall(r"\d+", piece))) for piece in line[column].split(", ")]
             entry, count, first, last, stretch = part[p, 9:14].tolist()

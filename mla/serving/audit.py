@@ -76,17 +76,18 @@ class Audit:
         rows = range(T) if everything else sorted(self._random.choice(T, self.rows_per_step, replace=False).tolist())
         owners = np.repeat(np.arange(len(step.request_ids)), step.query_lens)
         positions = step.positions()
+        host = lambda x: x.to("cpu", copy=True)  # the source of tokens and the oracle are there
         for name, state in results.items():
             if not bool(torch.isfinite(state.out).all()) or state.lse is None or bool(torch.isnan(state.lse).any()):
                 self._fault(name, f"step {step.index}: a result is not finite")
         for row in rows:
             waiting = self._waiting[step.request_ids[owners[row]]]
             waiting.at.append((step.index, int(positions[row])))
-            waiting.nope.append(q.nope[row].clone())
-            waiting.pe.append(q.pe[row].clone())
+            waiting.nope.append(host(q.nope[row]))
+            waiting.pe.append(host(q.pe[row]))
             for name, state in results.items():
-                lse = state.out.new_zeros(state.out.shape[1]) if state.lse is None else state.lse[row].clone()
-                waiting.results[name].append((state.out[row].clone(), lse))
+                lse = torch.zeros(state.out.shape[1]) if state.lse is None else host(state.lse[row])
+                waiting.results[name].append((host(state.out[row]), lse))
         b = int(owners[rows[0]])
         self._check_rows(step, b, requests[step.request_ids[b]], batch, caches)
         for id in {step.request_ids[owners[row]] for row in rows} | set(step.finished):

@@ -190,7 +190,8 @@ def _open(tier: Tier, run: TierRun, need: Need, weights: MLAWeights, dry: _DryRu
         run.status = "refused"
         return None
     cache = tier.new_cache(CacheSpec(dry.pages, spec.page_size, spec.layout, spec.device))
-    return _Lane(tier, run, cache, tier.prepare(UpProjection(*(W.clone() for W in weights.up)), need))
+    own = UpProjection(*(W.to(spec.device, copy=True) for W in weights.up))
+    return _Lane(tier, run, cache, tier.prepare(own, need))
 
 
 def _own(batch: AttentionBatch) -> AttentionBatch:

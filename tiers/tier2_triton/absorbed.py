@@ -159,7 +159,7 @@ def attend_round(
     if isinstance(step, HopperRound):
         q_latent, latent = (plan.scratch(n, (t, need.N, need.L), dtype) for n in ("q_latent", "latent"))
         return ops.attend_hopper(
-            nope, pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.place, step.part,
+            nope, pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.merges, step.part,
             W_UK, W_UV, *_cut_states(step, plan), q_latent, latent, scale, need.softmax_scale, own, wide, step.M,
             step.at_once,
         )  # fmt: skip
@@ -207,7 +207,7 @@ def _attend_latent_on_hopper(
     to = out[step.rows], lse[step.rows]
     values, lses = (x if x.is_contiguous() else x.new_empty(x.shape) for x in to)
     decode(
-        q_latent, q_pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.place, step.part,
+        q_latent, q_pe, cache.data, step.block_table, step.row_kv_lens, step.units, step.work, step.merges, step.part,
         *_cut_states(step, plan), values, lses, plan.need.softmax_scale, step.M, step.at_once,
     )  # fmt: skip
     for target, made in zip(to, (values, lses), strict=True):

@@ -30,7 +30,7 @@ Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class HopperRound:
     """One launch: `rows` of the batch, a slice or (t,) int64, their row_kv_lens (t,), and int32 lists on the device.
 
-    units (U, 4), work (U + 1, 16), place (U, 4) and part (p, 16) are those of `hopper.schedule`; `M` rows a unit.
+    units (U, 4), work (U + 1, 16), merges (U, 4) and part (p, 16) are those of `hopper.schedule`; `M` rows a unit.
     """
 
     rows: slice | Tensor
@@ -39,7 +39,7 @@ class HopperRound:
     at_once: int
     units: Tensor
     work: Tensor
-    place: Tensor
+    merges: Tensor
     part: Tensor
     row_kv_lens: Tensor
     block_table: Tensor
@@ -100,7 +100,7 @@ def plan_hopper(
         parts = processors(need.device) // max(1, M // TILE)
         new = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=need.device)
         requests = c.max_requests if captured and c else max(1, sum(p.keys > 0 for p in pieces))
-        at_once = 16 if 16 * requests <= parts else 2  # measured: 32 requests are better merged two parts at once
+        at_once = max(n for n in (2, 4, 16) if n == 2 or n * requests <= parts)
         if captured and c is not None:
             width = max(1, -(-c.max_seq_len // need.page_size))
             bounds_, table_ = new(c.max_tokens), new(c.max_requests, width)
@@ -116,7 +116,7 @@ def plan_hopper(
         step.block_table[: table.shape[0], :columns].copy_(table[:, :columns])
         step.row_kv_lens[: len(bounds)].copy_(bounds)
         step.rows, step.tokens = rows, tokens
-    lists = (step.units, step.row_kv_lens, step.block_table, step.work, step.place, step.part)
+    lists = (step.units, step.row_kv_lens, step.block_table, step.work, step.merges, step.part)
     with torch.cuda.device_of(step.units):
         schedule(*lists, N, need.page_size, M)
     return step

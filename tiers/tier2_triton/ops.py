@@ -148,7 +148,7 @@ def attend_hopper(
     row_kv_lens: Tensor,
     units: Tensor,
     work: Tensor,
-    place: Tensor,
+    merges: Tensor,
     part: Tensor,
     W_UK: Tensor,
     W_UV: Tensor,
@@ -165,7 +165,7 @@ def attend_hopper(
 ) -> tuple[Tensor, Tensor]:
     """The same by the Hopper kernels: out (T, N, V) in q_nope's dtype, `wide` in float32, and lse (T, N) float32.
 
-    units (U, 4), work (U + 1, 16), place (U, 4) and part (p, 16) int32 are those of `hopper.schedule` for units of M
+    units (U, 4), work (U + 1, 16), merges (U, 4) and part (p, 16) int32 are those of `hopper.schedule` for units of M
     rows; scratch part_out (2 p M, L) and part_lse (2 p M,) float32, q_latent and latent (T, N, L); the rest, row_scale
     (T, N) too, is as in `attend_absorbed`.
     """
@@ -184,7 +184,7 @@ def attend_hopper(
             torch.bmm(q_nope.transpose(0, 1), W_UK, out=q_latent.transpose(0, 1))
         if row_scale is not None:  # the scale is that of the whole score; a power of two, exact but for subnormals
             q_pe = (q_pe / row_scale.unsqueeze(-1)).to(q_pe.dtype)
-        lists = (block_table, row_kv_lens, units, work, place, part, part_out, part_lse)
+        lists = (block_table, row_kv_lens, units, work, merges, part, part_out, part_lse)
         decode(q_latent, q_pe, data, *lists, latent, lse, softmax_scale, M, at_once, row_scale)
         if own_products:
             per_head(latent, W_UV, out)

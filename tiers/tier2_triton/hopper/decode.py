@@ -27,7 +27,7 @@ def decode(
     row_kv_lens: Tensor,
     units: Tensor,
     work: Tensor,
-    place: Tensor,
+    merges: Tensor,
     part: Tensor,
     part_out: Tensor,
     part_lse: Tensor,
@@ -41,7 +41,7 @@ def decode(
     """Attend absorbed queries, q_latent (T, N, 512) and q_pe (T, N, 64), over the pages of data (pages, page, 576).
 
     Writes out (T, N, 512), dense, in the query's dtype and lse (T, N) float32, natural. block_table (B, max_pages) and
-    row_kv_lens (T,) are int32; units (U, 4), work (U + 1, 16), place (U, 4), part (p, 16) int32 are those of
+    row_kv_lens (T,) are int32; units (U, 4), work (U + 1, 16), merges (U, 4), part (p, 16) int32 are those of
     `schedule`, for units of M rows: 16 or 32, or whole tiles of 64. part_out (2 p, M, 512) and part_lse (2 p, M),
     float32, take the states of units that are cut. Scores of a row are multiplied by row_scale (T, N) float32, dense,
     where it is given. Waits for the device nowhere.
@@ -59,8 +59,12 @@ def decode(
         _swap_kernel[(part.shape[0],)](*descriptors, *lists, *results, N, M, 2, page, num_warps=4)
     else:
         tiles = M // TILE
-        _seesaw_kernel[(part.shape[0] * tiles,)](*descriptors, *lists, *results, N, tiles, page, num_warps=4)
-    combine(part_out, part_lse, units, place, out, lse, M, at_once)
+        # asked of L2 ahead of time, where several tiles share them: with one the memory is the bound, and it costs 2 %
+        ahead = TILE // tiles if tiles > 1 and page >= TILE and data.stride(1) == data.shape[2] else 0
+        _seesaw_kernel[(part.shape[0] * tiles,)](
+            *descriptors, *lists, *results, data, ahead, N, tiles, page, num_warps=4
+        )
+    combine(part_out, part_lse, merges, out, lse, M, at_once)
 
 
 def pool(data: Tensor) -> tuple[Tensor, int]:
@@ -68,7 +72,8 @@ def pool(data: Tensor) -> tuple[Tensor, int]:
 
     Raises ValueError where pages are no whole number of rows apart, or rows no multiple of 16 bytes.
     """
-    between, apart = data.stride(1), data.stride(0)
+    between = data.stride(1)
+    apart = data.stride(0) if len(data) > 1 else data.shape[1] * between  # the stride of an axis of one says nothing
     size = data.element_size()
     if data.stride(2) != 1 or between * size % 16 or apart % between or data.data_ptr() % 16:
         got = f"strides {tuple(data.stride())} of {data.dtype} at {data.data_ptr() % 16} bytes past a multiple of 16"
@@ -82,12 +87,11 @@ def pool(data: Tensor) -> tuple[Tensor, int]:
 def as_rows(x: Tensor) -> Tensor:
     """Return x (T, N, C) as rows (T*N, C) of equal distance, without a copy where it is such; 16-byte aligned."""
     T, N, C = x.shape
-    size = x.element_size()
-    even = x.stride(2) == 1 and (T <= 1 or x.stride(0) == N * x.stride(1)) and x.stride(1) * size % 16 == 0
-    if not even or x.data_ptr() % 16 or x.stride(1) < C:
-        x = x.contiguous()
-        x = x.clone() if x.data_ptr() % 16 else x
-    return x.as_strided((T * N, C), (x.stride(1), 1))
+    apart = x.stride(1) if N > 1 else x.stride(0) if T > 1 else C  # the stride of an axis of one says nothing
+    even = x.stride(2) == 1 and (T <= 1 or x.stride(0) == N * apart) and apart * x.element_size() % 16 == 0
+    if not even or x.data_ptr() % 16 or apart < C:
+        x, apart = x.clone(memory_format=torch.contiguous_format), C
+    return x.as_strided((T * N, C), (apart, 1))
 
 
 def tile(rows: Tensor, height: int, width: int) -> Any:

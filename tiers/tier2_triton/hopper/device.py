@@ -64,6 +64,20 @@ def launch_next():
 
 
 @gluon.jit
+def ask_for(ahead, spot, wanted, PAGE: gl.constexpr):
+    """Ask L2 for this tile's share of the block at `spot`, rows that lie one behind the other; one thread asks."""
+    if PAGE >= 64:
+        data, first, rows = ahead
+        thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        at = data + (spot + first + 0 * thread).to(gl.int64) * 576
+        size = gl.where((thread == 0) & wanted, rows * 1152, 0)
+        asm: gl.constexpr = (
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+        )
+        gl.inline_asm_elementwise(asm, "=r,l,r", [at, size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def spot_of(page, pages, block, page_rows, PAGE: gl.constexpr):
     """Where a block of 64 keys lies: its row of the pool, or where in the table its pages of less than 64 rows begin.
 

@@ -27,6 +27,7 @@ from tiers.tier2_triton.kernels.problem import Problem
 FIELDS = tl.constexpr(16)  # of an entry, see `device`
 COST = 5  # blocks' worth of time that starting a unit takes
 SPLIT = 6  # blocks' worth of time that the first cut costs, since it makes a merge necessary
+PIECE = 3  # the same for a second piece of a cut unit, which a part has on the line only
 FAR = 1 << 29
 SEARCH = tl.constexpr(16)  # units that are looked through at once
 
@@ -47,7 +48,7 @@ def page_of(table, stride, request, block, PAGE: tl.constexpr, there):
 
 @triton.jit
 def entries(
-    units, bounds, table, stride, work, place, U, tokens, N, PAGE: tl.constexpr, COST: tl.constexpr,
+    units, bounds, table, stride, work, merges, U, tokens, N, PAGE: tl.constexpr, COST: tl.constexpr,
     FAR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List the units with keys; return the length of their line, how many there are, and the most blocks of one."""
@@ -84,9 +85,9 @@ def entries(
         tl.store(at + 6, least, mask=busy)
         tl.store(at + 7, page_of(table, stride, request, 0 * i, PAGE, busy), mask=busy)
         tl.store(at + 8, page_of(table, stride, request, tl.minimum(1, blocks - 1), PAGE, busy), mask=busy)
-        tl.store(place + 4 * u, i, mask=u < U)
-        tl.store(place + 4 * u + 1, blocks, mask=u < U)
-        tl.store(place + 4 * u + 2, start + COST, mask=u < U)
+        tl.store(merges + 4 * u, i, mask=u < U)
+        tl.store(merges + 4 * u + 1, blocks, mask=u < U)
+        tl.store(merges + 4 * u + 2, start + COST, mask=u < U)
         total += tl.sum(cost, 0)
         n += tl.sum(busy.to(tl.int32), 0)
         longest = tl.maximum(longest, tl.max(blocks, 0))
@@ -94,31 +95,36 @@ def entries(
 
 
 @triton.jit
-def places(units, place, U, even, whole, pieces, pay, CHUNK: tl.constexpr):
-    """Say for each unit over which parts it is spread, and list the units that `combine` has something to do for."""
+def merges_of(units, merges, U, even, whole, pieces, pay, CHUNK: tl.constexpr):
+    """List the units that `combine` has something to do for, over what `entries` left there."""
     listed = 0
     for c in range(0, U, CHUNK):
         u = c + tl.arange(0, CHUNK)
         there = u < U
+        row = tl.load(units + 4 * u + 1, mask=there, other=0)
         rows = tl.load(units + 4 * u + 2, mask=there, other=0)
-        i = tl.load(place + 4 * u, mask=there, other=0)
-        blocks = tl.load(place + 4 * u + 1, mask=there, other=0)
-        start = tl.load(place + 4 * u + 2, mask=there, other=0)
+        i = tl.load(merges + 4 * u, mask=there, other=0)
+        blocks = tl.load(merges + 4 * u + 1, mask=there, other=0)
+        start = tl.load(merges + 4 * u + 2, mask=there, other=0)
         step = 2 * ((blocks + 2 * pieces - 1) // (2 * pieces))
         own = tl.where(whole > 1, i // tl.maximum(whole, 1), i * pieces)
         first = tl.where(even, own, (start + tl.minimum(blocks, 2) + pay - 1) // pay - 1)
         last = tl.where(even, first + (blocks - 1) // tl.maximum(step, 1), (start + blocks + pay - 1) // pay - 1)
         last = tl.where(even & (whole > 1), first, last)
+        first = tl.where(blocks > 0, first, 0)
+        last = tl.where(blocks > 0, last, -1)
+        merged = (rows > 0) & (last != first)
+        at = merges + 4 * (listed + tl.cumsum(merged.to(tl.int32), 0) - 1)
         tl.debug_barrier()  # the list grows over entries that have been read
-        tl.store(place + 4 * u + 2, first, mask=there)
-        tl.store(place + 4 * u + 3, last, mask=there)
-        merged = (rows > 0) & ((blocks == 0) | (last > first))
-        at = listed + tl.cumsum(merged.to(tl.int32), 0) - 1
-        tl.store(place + 4 * at, u, mask=merged)
+        tl.store(at, row, mask=merged)
+        tl.store(at + 1, rows, mask=merged)
+        tl.store(at + 2, first, mask=merged)
+        tl.store(at + 3, last, mask=merged)
         listed += tl.sum(merged.to(tl.int32), 0)
     for c in range(0, U, CHUNK):
         u = c + tl.arange(0, CHUNK)
-        tl.store(place + 4 * u, -1, mask=(u < U) & (u >= listed))
+        for k in tl.static_range(4):
+            tl.store(merges + 4 * u + k, 0, mask=(u < U) & (u >= listed))
 
 
 @triton.jit
@@ -139,20 +145,20 @@ def line_search(work, n, low, pay, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["U", "parts", "stride", "tokens", "N"])
 def _schedule_kernel(
-    units, bounds, table, stride, work, place, part, U, parts, tokens, N,
-    PARTS: tl.constexpr, PAGE: tl.constexpr, COST: tl.constexpr, SPLIT: tl.constexpr, FAR: tl.constexpr,
-    CHUNK: tl.constexpr,
+    units, bounds, table, stride, work, merges, part, U, parts, tokens, N,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, COST: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr,
+    FAR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    total, n, longest = entries(units, bounds, table, stride, work, place, U, tokens, N, PAGE, COST, FAR, CHUNK)
+    total, n, longest = entries(units, bounds, table, stride, work, merges, U, tokens, N, PAGE, COST, FAR, CHUNK)
     k = tl.arange(0, FIELDS)
     tl.store(work + FIELDS * n + k, k * 0)  # whoever looks one unit ahead finds one that does nothing
     pay = tl.maximum((total + parts - 1) // parts, 2 + COST)
     whole = (n + parts - 1) // parts  # k, units of a part
     pieces = tl.maximum(1, parts // tl.maximum(n, 1))  # j, parts of a unit
     of_even = tl.where(whole > 1, whole * (longest + COST), (longest + pieces - 1) // pieces + COST)
-    even = of_even <= pay + COST + tl.where(pieces == 1, SPLIT, 0)
+    even = of_even <= pay + COST + tl.where(pieces == 1, SPLIT, PIECE)
     tl.debug_barrier()
-    places(units, place, U, even, whole, pieces, pay, CHUNK)
+    merges_of(units, merges, U, even, whole, pieces, pay, CHUNK)
     p = tl.arange(0, PARTS)
     mine = p < parts
     low = p * pay
@@ -192,27 +198,27 @@ def schedule(
     bounds: Tensor,
     table: Tensor,
     work: Tensor,
-    place: Tensor,
+    merges: Tensor,
     part: Tensor,
     N: int,
     page_size: int,
     most_rows: int,
 ) -> None:
-    """Fill work (U + 1, 16), place (U, 4) and part (p, 16) for units (U, 4) = request, first row, rows, unused; int32.
+    """Fill work (U + 1, 16), merges (U, 4) and part (p, 16) for units (U, 4) = request, first row, rows, unused; int32.
 
     Row r is head r % N of token r // N, `bounds` (T,) int32 are the keys that each token sees, `table` (B, max_pages)
     int32 the pages of a request. An entry of work is a unit with keys, in order: request, first row, rows, blocks,
     where on the line its first block lies, most and least keys that a row sees, pages of its first and second block.
     A part has these of its first unit, the pages from its own first block on, then: which entry that is, how many it
-    takes, its first block, the one after its last, and where its stretch ends. place: blocks, first and last part of
-    every unit, behind a list of its own: units that are cut or have rows and no keys, -1 past its end. A unit has at
-    most `most_rows` rows; one without rows does nothing, one without keys is no entry. Pages of less than 64 rows are
-    not looked up: 0.
+    takes, its first block, the one after its last, and where its stretch ends. merges is the list that `combine` goes
+    through: first row, rows, first and last part of each unit that is cut or has rows and no keys (then the last is
+    before the first); rows are 0 past its end. A unit has at most `most_rows` rows; one without rows does nothing, one
+    without keys is no entry. Pages of less than 64 rows are not looked up: 0.
     """
     U, parts, tokens = units.shape[0], part.shape[0], (most_rows - 1) // N + 2
     _schedule_kernel[(1,)](
-        units, bounds, table, table.stride(0), work, place, part, U, parts, tokens, N, 256, page_size, COST, SPLIT, FAR,
-        256, num_warps=4,
+        units, bounds, table, table.stride(0), work, merges, part, U, parts, tokens, N,
+        256, page_size, COST, SPLIT, PIECE, FAR, 256, num_warps=4,
     )  # fmt: skip
 
 
@@ -221,20 +227,21 @@ def schedule_reference(
     bounds: Tensor,
     table: Tensor,
     work: Tensor,
-    place: Tensor,
+    merges: Tensor,
     part: Tensor,
     N: int,
     page_size: int,
     most_rows: int,
 ) -> None:
-    """What `schedule` writes, unit after unit and part after part: work (U + 1, 16), place (U, 4) and part (p, 16)."""
+    """What `schedule` writes, unit after unit and part after part: work (U + 1, 16), merges (U, 4) and part (p, 16)."""
     page_of = lambda request, block: int(table[request, block * 64 // page_size]) if page_size >= 64 else 0
     entries: list[tuple[int, ...]] = []
+    at_unit: list[int | None] = []
     at, parts = 0, part.shape[0]
-    for u, (request, row, rows, _) in enumerate(units.tolist()):
+    for request, row, rows, _ in units.tolist():
         seen = [int(x) for x in bounds[row // N : (row + rows - 1) // N + 1]] if rows else [0]
         blocks = -(-max(seen) // 64)
-        place[u, 0], place[u, 1] = len(entries), blocks
+        at_unit.append(len(entries) if blocks else None)
         if blocks:
             pages = (page_of(request, 0), page_of(request, min(1, blocks - 1)))
             entries.append((request, row, rows, blocks, at + COST, max(seen), min(seen), *pages))
@@ -242,8 +249,8 @@ def schedule_reference(
     n = len(entries)
     pay, whole, pieces = max(-(-at // parts), 2 + COST), -(-n // parts), max(1, parts // max(n, 1))
     longest = max((e[3] for e in entries), default=0)
-    even = (whole * (longest + COST) if whole > 1 else -(-longest // pieces) + COST) <= pay + COST + SPLIT * (
-        pieces == 1
+    even = (whole * (longest + COST) if whole > 1 else -(-longest // pieces) + COST) <= pay + COST + (
+        SPLIT if pieces == 1 else PIECE
     )
     held: dict[int, list[int]] = {}
     for i, entry in enumerate(entries):
@@ -259,13 +266,11 @@ def schedule_reference(
             i, a, b = found[0]
             pages = (page_of(entries[i][0], a), page_of(entries[i][0], min(a + 1, b - 1)))
             part[p] = torch.tensor([*entries[i][:7], *pages, i, len(found), a, b, FAR if even else (p + 1) * pay, 0, 0])
-    listed = []
-    for u, ((i, blocks, _, _), rows) in enumerate(zip(place.tolist(), units[:, 2].tolist(), strict=True)):
-        if blocks:
-            place[u, 2], place[u, 3] = held[i][0], held[i][-1]
-        if rows and (not blocks or len(held[i]) > 1):
-            listed.append(u)
-    place[:, 0] = torch.tensor(listed + [-1] * (len(units) - len(listed)))
+    spans = [(0, -1) if i is None else (held[i][0], held[i][-1]) for i in at_unit]
+    rows = [(row, count) for _, row, count, _ in units.tolist()]
+    listed = [(*own, *span) for own, span in zip(rows, spans, strict=True) if own[1] and span[0] != span[1]]
+    merges.zero_()
+    merges[: len(listed)] = torch.tensor(listed, dtype=torch.int32).view(-1, 4)
 
 
 def _piece(entry: tuple, i: int, p: int, even: bool, whole: int, pieces: int, pay: int) -> tuple[int, int]:
@@ -301,19 +306,19 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
         "bounds": ints(bounds),
         "table": torch.randint(0, 10**6, (len(lens), width), generator=random).to(device, torch.int32),
         "work": empty(U + 1, 16),
-        "place": empty(U, 4),
+        "merges": empty(U, 4),
         "part": empty(parts, 16),
         "N": N,
         "page_size": page,
         "most_rows": M,
     }
-    return Problem(arguments, ("work", "place", "part"), U * 64 + parts * 64)
+    return Problem(arguments, ("work", "merges", "part"), U * 64 + parts * 64)
 
 
 def aot() -> list[Compile]:
     """One variant for a page size: lengths, parts, heads are no constants, the page size is."""
-    lists = dict.fromkeys(("units", "bounds", "table", "work", "place", "part"), "*i32")
+    lists = dict.fromkeys(("units", "bounds", "table", "work", "merges", "part"), "*i32")
     numbers = dict.fromkeys(("stride", "U", "parts", "tokens", "N"), "i32")
-    constants = {"PARTS": 256, "PAGE": 64, "COST": COST, "SPLIT": SPLIT, "FAR": FAR}
+    constants = {"PARTS": 256, "PAGE": 64, "COST": COST, "SPLIT": SPLIT, "PIECE": PIECE, "FAR": FAR}
     constants |= {"CHUNK": 256}
     return [Compile(_schedule_kernel, lists | numbers, constants, 4, targets=("sm_90",), name="schedule")]

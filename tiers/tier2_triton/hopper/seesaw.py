@@ -45,7 +45,6 @@ from tiers.tier2_triton.hopper.device import (
     KEYS,
     LAST,
     LEAST,
-    LN2,
     MASKED,
     ODD_PAGE,
     REQUEST,
@@ -54,6 +53,7 @@ from tiers.tier2_triton.hopper.device import (
     START,
     STRETCH,
     VARIANTS,
+    ask_for,
     boxes,
     by_row,
     cut,
@@ -71,6 +71,7 @@ from tiers.tier2_triton.hopper.device import (
     spot_of,
     zero_rows,
 )
+from tiers.tier2_triton.hopper.store import store_state
 
 
 @gluon.jit
@@ -93,7 +94,7 @@ def even_step(
     even, odd, top, query_row, more, more_query = following
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
-    q_desc, q_pe_desc, pool = descs
+    q_desc, q_pe_desc, pool, ahead = descs
     PD: gl.constexpr = gl.DotOperandLayout(0, MO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     RO: gl.constexpr = gl.SliceLayout(1, MO)
@@ -106,6 +107,8 @@ def even_step(
         s = warpgroup_mma(q4.index(c), k4.index(c).permute((1, 0)), s, is_async=True)
     mbarrier.wait(rope0_full, phase)
     s = warpgroup_mma(qt, rope0.permute((1, 0)), s, is_async=True)
+    if not EDGE:
+        ask_for(ahead, even, True, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
     if EDGE:
         keys = base + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
@@ -157,7 +160,7 @@ def odd_step(
     even, odd, top, query_row, more, more_query = following
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
-    q_desc, q_pe_desc, pool = descs
+    q_desc, q_pe_desc, pool, ahead = descs
     PD: gl.constexpr = gl.DotOperandLayout(0, MO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     RO: gl.constexpr = gl.SliceLayout(1, MO)
@@ -167,6 +170,8 @@ def odd_step(
     mbarrier.wait(left1_full, phase)
     s = scores(ql, left1, s)
     s = warpgroup_mma(qt, rope1.permute((1, 0)), s, is_async=True)
+    if not EDGE:
+        ask_for(ahead, odd, True, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
     if EDGE:
         keys = base + 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
@@ -208,48 +213,6 @@ def odd_step(
 
 
 @gluon.jit
-def store_state(
-    o, total, m, own_full, other_full, own, other, to, COLUMN: gl.constexpr, MS: gl.constexpr, MO: gl.constexpr,
-):  # fmt: skip
-    """Add the warpgroups' sums, divide, and write the tile's half: to the result, or to a slot for `combine`."""
-    item, seen, inside, row, slot_row, whole, results = to
-    out, lse, part_out, part_lse = results
-    RS: gl.constexpr = gl.SliceLayout(1, MS)
-    RO: gl.constexpr = gl.SliceLayout(1, MO)
-    own.store(total)
-    mbarrier.arrive(own_full, count=1)
-    mbarrier.wait(other_full, item & 1)
-    total = total + other.load(RS)
-    o = gl.where(
-        gl.convert_layout(seen.to(gl.int32), RO)[:, None] > 0, o * gl.convert_layout(1.0 / total, RO)[:, None], 0.0
-    )
-    log2_sum = gl.where(seen, m + gl.log2(total), float("-inf"))
-    offr = gl.arange(0, 64, layout=RS)
-    if whole:
-        # 16 bytes a thread, moved within four threads only: 128 bytes a row were no faster and take 4 KB more
-        VL: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 256],
-        )
-        values = gl.convert_layout(o.to(out.dtype.element_ty), VL)
-        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, VL))
-        columns = gl.arange(0, 256, layout=gl.SliceLayout(0, VL))
-        at = (row.to(gl.int64) + rows)[:, None] * 512 + (COLUMN + columns)[None, :]
-        gl.store(out + at, values, mask=(rows < inside)[:, None])
-        if COLUMN == 0:
-            gl.store(lse + row + offr, log2_sum * LN2, mask=offr < inside)
-    else:
-        slots = slot_row.to(gl.int64) + gl.arange(0, 64, layout=RO)
-        at_column = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, MO))
-        gl.store(part_out + slots[:, None] * 512 + at_column[None, :], o)
-        if COLUMN == 0:
-            gl.store(part_lse + slot_row + offr, log2_sum)
-
-
-@gluon.jit
 def step(
     o, total, m, unit, turn, following, descs, bars, bufs,
     MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, EVEN: gl.constexpr, PAGE: gl.constexpr,
@@ -263,11 +226,13 @@ def step(
 
 
 @gluon.jit
-def load_first(descs, bars, bufs, row, even, odd, top, has, EVEN: gl.constexpr, PAGE: gl.constexpr):
-    """Start the copies of the first query and of the first pair, each by whoever reloads it later."""
+def load_first(
+    descs, bars, bufs, row, even, odd, then, top, has, EVEN: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of the first query and of the first pair, each by whoever reloads it later; ask for the next."""
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
-    q_desc, q_pe_desc, pool = descs
+    q_desc, q_pe_desc, pool, ahead = descs
     if EVEN:
         load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, has, 64)
         load_left(pool, even, top, left0_full, left0, has, PAGE)
@@ -275,6 +240,7 @@ def load_first(descs, bars, bufs, row, even, odd, top, has, EVEN: gl.constexpr, 
     else:
         load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, has, PAGE)
         load_right(pool, odd, top, right1_full, right1, has, PAGE)
+    ask_for(ahead, then, has, PAGE)
 
 
 @gluon.jit
@@ -309,7 +275,9 @@ def warpgroup(
     tile = gl.program_id(0) % TILES
     mine = first_unit(work, part + FIELDS * p, tile, table_stride, page_rows, PAGE)
     pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd = mine
-    load_first(descs, bars, bufs, row, even, odd, last_page(pages, keys, PAGE), count > 0, EVEN, PAGE)
+    then = gl.maximum(gl.minimum(block + (2 if EVEN else 3), last - 1), 0)  # a part may have nothing to do
+    then = find_spot(table, pages, then, page_rows, PAGE)
+    load_first(descs, bars, bufs, row, even, odd, then, last_page(pages, keys, PAGE), count > 0, EVEN, PAGE)
     pair = 0
     for item in range(count):
         least = gl.load(entry + LEAST)  # not carried over: see `device`
@@ -346,6 +314,7 @@ def warpgroup(
         next_top = last_page(next_pages, next_keys, PAGE)
         next_even = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
         next_odd = spot_of(gl.load(entry + ODD_PAGE), next_pages, gl.minimum(1, next_blocks - 1), page_rows, PAGE)
+        ask_for(descs[3], next_even if EVEN else next_odd, has, PAGE)
         for _ in range(pairs - plain):
             ends = block + 2 >= last
             even = find_spot(table, pages, gl.minimum(block + 2, last - 1), page_rows, PAGE)
@@ -376,10 +345,10 @@ def warpgroup(
         keys = next_keys
 
 
-@gluon.jit(do_not_specialize=["table_stride", "page_rows", "N", "TILES"])
+@gluon.jit(do_not_specialize=["table_stride", "page_rows", "AHEAD", "N", "TILES"])
 def _seesaw_kernel(
     q_desc, q_pe_desc, rows_desc, box_desc, table, table_stride, page_rows, bounds, row_scale, work, part, scale,
-    out, lse, part_out, part_lse, N, TILES, PAGE: gl.constexpr,
+    out, lse, part_out, part_lse, data, AHEAD, N, TILES, PAGE: gl.constexpr,
 ):  # fmt: skip
     DT: gl.constexpr = out.dtype.element_ty
     MS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -409,7 +378,8 @@ def _seesaw_kernel(
         new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
     )  # fmt: skip
     bufs = (ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s)
-    descs = (q_desc, q_pe_desc, (rows_desc, box_desc, table, page_rows))
+    ahead = (data, gl.program_id(0) % TILES * AHEAD, AHEAD)
+    descs = (q_desc, q_pe_desc, (rows_desc, box_desc, table, page_rows), ahead)
     lists = (table, table_stride, page_rows, bounds, row_scale, work, part)
     results = (out, lse, part_out, part_lse)
     launch_next()
@@ -428,7 +398,7 @@ def aot() -> list[Compile]:
     return [
         Compile(
             _seesaw_kernel,
-            signature(kind, 64, PAGE, scaled),
+            signature(kind, 64, PAGE, scaled) | {"data": f"*{kind}", "AHEAD": "i32"},
             {"PAGE": PAGE} | ({} if scaled else {"row_scale": None}),
             4,
             targets=("sm_90",),
