@@ -25,7 +25,7 @@ from tiers.tier2_triton.absorbed import plan_absorbed  # noqa: E402
 from tiers.tier2_triton.hopper import combine as combine_module  # noqa: E402
 from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
 from tiers.tier2_triton.hopper.combine import problem as combine_problem  # noqa: E402
-from tiers.tier2_triton.hopper.decode import as_rows, pool  # noqa: E402
+from tiers.tier2_triton.hopper.decode import as_rows, pool, rows_ahead  # noqa: E402
 from tiers.tier2_triton.hopper.schedule import COST, FAR, PIECE, problem, schedule, schedule_reference  # noqa: E402
 from tiers.tier2_triton.hopper_rounds import plan_hopper, rows_of_a_unit, why_not_hopper  # noqa: E402
 from tiers.tier2_triton.schedule import Piece  # noqa: E402
@@ -180,6 +180,17 @@ def test_a_pool_is_rows_of_equal_distance_or_refused():
         pool(torch.zeros(4, 64, 577, dtype=torch.bfloat16)[..., :576])
     rows, apart = pool(torch.zeros(64 * 576, dtype=torch.bfloat16).as_strided((1, 64, 576), (7, 576, 1)))
     assert (apart, rows.shape) == (64, (64, 576))
+
+
+def test_only_rows_one_behind_the_other_are_asked_for_ahead_of_time():
+    pages = torch.zeros(4, 64, 640, dtype=torch.bfloat16)
+    dense = pages.view(-1)[: 4 * 64 * 576].view(4, 64, 576)
+    assert [rows_ahead(dense, tiles) for tiles in (1, 2, 3, 4)] == [0, 32, 21, 16]
+    assert rows_ahead(pages[..., :576], 2) == 0
+    assert rows_ahead(dense.view(8, 32, 576), 2) == 0
+    engine = torch.zeros(4, 3, 64, 576, dtype=torch.bfloat16)  # a layer of an engine's cache: dense within a page
+    assert rows_ahead(engine[:, 1], 2) == 32
+    assert rows_ahead(engine.transpose(1, 2)[:, :, 1], 2) == 0
 
 
 def test_queries_become_rows_and_are_copied_only_where_they_must():

@@ -74,6 +74,15 @@ def as_if_dense(x: Tensor) -> Tensor:
     return torch.as_strided(x, x.shape, (*x.stride()[:2], 1))
 
 
+def as_if_heads_were_dense(x: Tensor) -> Tensor:
+    """Read the memory of x (A, B, C) as if each of its A lay B heads behind the last: the stride of one head counts."""
+    everything = torch.as_strided(x, (x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    at = lambda n, stride: stride * torch.arange(n, device=x.device)
+    (A, B, C), (_, head, column) = x.shape, x.stride()
+    places = at(A, B * head)[:, None, None] + at(B, head)[:, None] + at(C, column) + x.storage_offset()
+    return everything[places % len(everything)]
+
+
 def in_one_cut(up: UpProjection) -> UpProjection:
     """Split kv_b_proj as all heads' P rows and then all V rows, not per head: W_UK (L, N, P), W_UV (L, N, V)."""
     (L, N, P), V = up.W_UK.shape, up.W_UV.shape[2]
@@ -182,6 +191,10 @@ WRAPPERS = [
     around(
         "head_query_nope_last_axis", "head", "F5", "The numbers of q_nope's last axis are taken to lie side by side.",
         query=lambda q, batch: Query(as_if_dense(q.nope), q.pe),
+    ),
+    around(
+        "head_query_pe_rows", "head", "F5", "Tokens of q_pe are taken to lie N heads apart, one head too.",
+        query=lambda q, batch: Query(q.nope, as_if_heads_were_dense(q.pe)),
     ),
     around(
         "head_query_pe_last_axis", "head", "F5", "The numbers of q_pe's last axis are taken to lie side by side.",

@@ -59,12 +59,19 @@ def decode(
         _swap_kernel[(part.shape[0],)](*descriptors, *lists, *results, N, M, 2, page, num_warps=4)
     else:
         tiles = M // TILE
-        # asked of L2 ahead of time, where several tiles share them: with one the memory is the bound, and it costs 2 %
-        ahead = TILE // tiles if tiles > 1 and page >= TILE and data.stride(1) == data.shape[2] else 0
-        _seesaw_kernel[(part.shape[0] * tiles,)](
-            *descriptors, *lists, *results, data, ahead, N, tiles, page, num_warps=4
-        )
+        lists = (*lists, *results, data, rows_ahead(data, tiles))
+        _seesaw_kernel[(part.shape[0] * tiles,)](*descriptors, *lists, N, tiles, page, num_warps=4)
     combine(part_out, part_lse, merges, out, lse, M, at_once)
+
+
+def rows_ahead(data: Tensor, tiles: int) -> int:
+    """Return how many rows of a block of data (pages, page, 576) each tile asks L2 for before they are needed, or 0.
+
+    They are asked for as one stretch of memory, so rows must lie one behind the other. Where one tile has the keys for
+    itself the memory is the bound, and to ask early only changes the order: it cost 9 % at 64 heads, 64 x 16384.
+    """
+    dense = data.stride(1) == data.shape[2] and data.shape[1] >= TILE
+    return TILE // tiles if dense and tiles > 1 else 0
 
 
 def pool(data: Tensor) -> tuple[Tensor, int]:

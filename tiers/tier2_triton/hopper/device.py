@@ -67,9 +67,9 @@ def launch_next():
 def ask_for(ahead, spot, wanted, PAGE: gl.constexpr):
     """Ask L2 for this tile's share of the block at `spot`, rows that lie one behind the other; one thread asks."""
     if PAGE >= 64:
-        data, first, rows = ahead
+        data, rows = ahead
         thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        at = data + (spot + first + 0 * thread).to(gl.int64) * 576
+        at = data + (spot + 0 * thread).to(gl.int64) * 576
         size = gl.where((thread == 0) & wanted, rows * 1152, 0)
         asm: gl.constexpr = (
             "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"

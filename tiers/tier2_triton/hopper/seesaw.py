@@ -107,8 +107,7 @@ def even_step(
         s = warpgroup_mma(q4.index(c), k4.index(c).permute((1, 0)), s, is_async=True)
     mbarrier.wait(rope0_full, phase)
     s = warpgroup_mma(qt, rope0.permute((1, 0)), s, is_async=True)
-    if not EDGE:
-        ask_for(ahead, even, True, PAGE)
+    ask_for(ahead, even, more, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
     if EDGE:
         keys = base + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
@@ -170,8 +169,7 @@ def odd_step(
     mbarrier.wait(left1_full, phase)
     s = scores(ql, left1, s)
     s = warpgroup_mma(qt, rope1.permute((1, 0)), s, is_async=True)
-    if not EDGE:
-        ask_for(ahead, odd, True, PAGE)
+    ask_for(ahead, odd, more, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
     if EDGE:
         keys = base + 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
@@ -314,7 +312,6 @@ def warpgroup(
         next_top = last_page(next_pages, next_keys, PAGE)
         next_even = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
         next_odd = spot_of(gl.load(entry + ODD_PAGE), next_pages, gl.minimum(1, next_blocks - 1), page_rows, PAGE)
-        ask_for(descs[3], next_even if EVEN else next_odd, has, PAGE)
         for _ in range(pairs - plain):
             ends = block + 2 >= last
             even = find_spot(table, pages, gl.minimum(block + 2, last - 1), page_rows, PAGE)
@@ -378,7 +375,7 @@ def _seesaw_kernel(
         new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
     )  # fmt: skip
     bufs = (ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s)
-    ahead = (data, gl.program_id(0) % TILES * AHEAD, AHEAD)
+    ahead = (data + gl.program_id(0) % TILES * AHEAD * 576, AHEAD)
     descs = (q_desc, q_pe_desc, (rows_desc, box_desc, table, page_rows), ahead)
     lists = (table, table_stride, page_rows, bounds, row_scale, work, part)
     results = (out, lse, part_out, part_lse)
