@@ -179,7 +179,7 @@ def test_first_copies_and_sums_are_those_of_the_kernel():
         assert end == [
             Write(f"l{own}", ("sum", 0)), Arrive(f"sum{own}"), Wait(f"sum{other}", 0, 0), Read(f"l{other}", ("sum", 0)),
         ]  # fmt: skip
-    assert kernel_steps("seesaw.py", "store_state")[:4] == [
+    assert kernel_steps("store.py", "store_state")[:4] == [
         "write own",
         "arrive own_full",
         "wait other_full",
