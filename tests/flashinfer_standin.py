@@ -3,7 +3,8 @@
 Facts are those of flashinfer-python 0.6.18: LSE in base 2 unless asked otherwise, planning apart from running, pages by
 indptr and indices, dtypes fixed at plan. What the library reads as raw memory (strides, alignment, int32, the batch
 size of a captured graph, its launch grid, 16384 work items) is checked here, where the library would go wrong silently.
-It takes heads of any width, so that toy sizes run; `docs/tools/flashinfer_standin.py` compares it with the library.
+It takes heads of any width, so that toy sizes run; `docs/tools/flashinfer_standin.py` compares it with the library, but
+for the entry point of Blackwell, which was never run: only its signature is compared, where the package is.
 
 Axes: T new tokens (packed over requests), S cached tokens, B requests, N heads, L KV rank, R rope, D any width.
 """
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 TAKES_ANY_SIZE = True
 HALVES = (torch.float16, torch.bfloat16)
 TILE, MOST_WORK, PROCESSORS = 64, 16384, 132
+CAPABILITY = (9, 0)  # of the device that is stood in for; the entry point for Blackwell asks
+SEMAPHORES = 8 << 20  # bytes at the head of xqa's workspace
 LOG2E = math.log2(math.e)
 _tape: "Tape | None" = None
 
@@ -465,5 +468,133 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return out.to(v.dtype), total.log2() + top[:, 0]
 
 
-mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper)
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor | None,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: Tensor | None = None,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    sinks: list[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    sparse_mla_top_k_lens: Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+) -> Any:
+    """Absorbed decode of q new tokens a request: query (B, q, N, L + R), kv_cache (pages, page, L + R), dense only.
+
+    Causal, bottom-right, LSE in base 2 from trtllm-gen and none from xqa. Empty requests and page ids outside the cache
+    are refused, since what the kernels do with them is not known; the library itself checks neither.
+    """
+    plain = not sparse_mla_top_k and uses_shared_paged_kv_idx and not enable_dcp and not use_fp16_softmax
+    others = (sinks, skip_softmax_threshold_scale_factor, cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer)
+    rest = (sparse_mla_top_k_lens, causal_seqlens_kv_global)
+    if backend not in ("trtllm-gen", "xqa") or not plain or any(x is not None for x in (*others, *rest)):
+        raise ValueError(f"the stand-in has the dense kernels trtllm-gen and xqa, got backend {backend!r}")
+    if (CAPABILITY[0] != 12) if backend == "xqa" else (CAPABILITY not in ((10, 0), (10, 3))):
+        raise ValueError(f"{backend} has no kernel for a device of capability {CAPABILITY}")
+    if query.dtype != torch.bfloat16 or kv_cache.dtype != torch.bfloat16:
+        raise ValueError(f"bfloat16 queries and rows, got {query.dtype} and {kv_cache.dtype}")
+    B, q, N, width = query.shape
+    if qk_rope_head_dim < 1 or not width == kv_cache.shape[-1] == kv_lora_rank + qk_rope_head_dim:
+        raise ValueError(f"rows of L + R, R > 0, got {width} and {kv_cache.shape[-1]}")
+    given = (query, kv_cache, block_tables, seq_lens, max_seq_len, out, lse)
+    (_check_xqa if backend == "xqa" else _check_trtllm)(*given, kv_lora_rank, return_lse, workspace_buffer)
+    if not isinstance(bmm1_scale, float) or not isinstance(bmm2_scale, float):
+        raise ValueError(f"16-bit rows take scales that are floats, got {bmm1_scale!r} and {bmm2_scale!r}")
+    _check_lists(q, kv_cache, block_tables, seq_lens, max_seq_len, B)
+    out = query.new_empty(B, q, N, kv_lora_rank) if out is None else out
+    lse = query.new_empty(B * q, N, dtype=torch.float32) if return_lse and lse is None else lse
+    scales = bmm1_scale, bmm2_scale
+    _launch(lambda: _decode(query, kv_cache, block_tables, seq_lens, out, lse, kv_lora_rank, *scales), lambda: None)
+    return (out, lse) if return_lse else out
+
+
+def _check_trtllm(query, cache, table, lens, longest, out, lse, L, return_lse, workspace) -> None:
+    B, q, N, _ = query.shape
+    if 64 < N < 128:
+        raise ValueError(f"trtllm-gen has no kernel for 64 < N < 128, got {N}")
+    if cache.shape[-2] not in (32, 64):
+        raise ValueError(f"trtllm-gen takes pages of 32 or 64 rows, got {cache.shape[-2]}")
+    query.view(B * q, N, -1)  # the kernel reads two strides
+    if out is not None and (out.shape != (B, q, N, L) or out.dtype != torch.bfloat16 or not out.is_contiguous()):
+        raise ValueError(f"out must be {(B, q, N, L)} of bfloat16, got {tuple(out.shape)} of {out.dtype}")
+    if return_lse and lse is not None:
+        if lse.dtype != torch.float32 or tuple(lse.shape) not in ((B * q, N), (B, q, N)) or not lse.is_contiguous():
+            raise ValueError(f"lse must be {(B * q, N)} of float32, got {tuple(lse.shape)} of {lse.dtype}")
+    rows = (8 * N * B * -(-q // 256) * 256 + (1 << 20)) if return_lse else 0
+    if rows > _workspace(workspace).numel():
+        raise RuntimeError(f"the workspace holds {workspace.numel()} bytes, LSEs alone take {rows}")
+
+
+def _check_xqa(query, cache, table, lens, longest, out, lse, L, return_lse, workspace) -> None:
+    B, q, N, _ = query.shape
+    if return_lse or lse is not None:
+        raise NotImplementedError("xqa returns no LSE")
+    if q != 1 or N != 128:
+        raise ValueError(f"xqa takes one new token of 128 heads, got {q} of {N}")
+    page = cache.shape[-2]
+    if page not in (16, 32, 64, 128) or table.shape[-1] % (128 / page):
+        raise ValueError(f"xqa takes pages of 16 to 128 rows, in tables of 128 rows, got {page} and {table.shape[-1]}")
+    if out is not None and (out.shape != (B, N, L) or out.dtype != torch.bfloat16):
+        raise ValueError(f"out must be {(B, N, L)} of bfloat16, got {tuple(out.shape)} of {out.dtype}")
+    if not query.is_contiguous() or (out is not None and not out.is_contiguous()):
+        raise ValueError("xqa reads the query and writes the output without strides")
+    if cache.stride(-2) != cache.shape[-1]:
+        raise ValueError(f"xqa reads the rows of a page side by side, got strides {cache.stride()}")
+    if _workspace(workspace).numel() <= SEMAPHORES or bool(workspace[:SEMAPHORES].view(torch.int64).any()):
+        raise ValueError("the first bytes of the workspace are semaphores, zero at first and after every call")
+
+
+def _check_lists(q, cache, table, lens, longest, B) -> None:
+    """What kernels read as raw int32 memory."""
+    if cache.dim() != 3 or cache.stride(-1) != 1 or any(s >= 1 << 31 for s in cache.stride()):
+        raise ValueError(f"kv_cache must be (pages, page, L + R) with strides of 31 bits, got {cache.stride()}")
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != B or not table.is_contiguous():
+        raise ValueError(f"block_tables must be contiguous int32 ({B}, pages), got {table.dtype} {tuple(table.shape)}")
+    kv = _vector("seq_lens", lens, cache.device).tolist()
+    if len(kv) != B or any(not q <= n <= min(longest, table.shape[1] * cache.shape[1]) for n in kv):
+        raise ValueError(f"{B} lengths from {q} to {longest} that their pages hold, got {kv}")
+    if bool((table < 0).any()) or bool((table >= cache.shape[0]).any()):
+        raise ValueError(f"page ids must be those of {cache.shape[0]} pages, got {table.tolist()}")
+
+
+def _decode(query, cache, table, lens, out, lse, L, scale, out_scale) -> None:
+    B, q, N, _ = query.shape
+    out, page = out.view(B, q, N, L), cache.shape[1]
+    for b, keys in enumerate(lens.tolist()):
+        at = torch.arange(keys)
+        rows = cache[table[b].long()[at // page], at % page].float()
+        scores = query[b].float().transpose(0, 1) @ rows.T * (scale * LOG2E)
+        found, base2 = _softmax(scores.masked_fill(_mask(q, keys, True), -math.inf), rows[:, :L], cache.dtype)
+        out[b] = (found * out_scale).transpose(0, 1).to(out.dtype)
+        if lse is not None:
+            lse.view(B, q, N)[b] = base2.T
+
+
+mla = SimpleNamespace(
+    BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper,
+    trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla,
+)
 page = SimpleNamespace(append_paged_mla_kv_cache=append_paged_mla_kv_cache)

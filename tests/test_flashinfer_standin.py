@@ -24,7 +24,8 @@ NAMES = (
     "mla.BatchMLAPagedAttentionWrapper.__init__", "mla.BatchMLAPagedAttentionWrapper.plan",
     "mla.BatchMLAPagedAttentionWrapper.run", "BatchPrefillWithRaggedKVCacheWrapper.__init__",
     "BatchPrefillWithRaggedKVCacheWrapper.plan", "BatchPrefillWithRaggedKVCacheWrapper.run",
-    "page.append_paged_mla_kv_cache", "merge_state", "merge_state_in_place", "merge_states",
+    "mla.trtllm_batch_decode_with_kv_cache_mla", "page.append_paged_mla_kv_cache",
+    "merge_state", "merge_state_in_place", "merge_states",
 )  # fmt: skip
 
 

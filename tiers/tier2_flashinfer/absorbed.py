@@ -109,7 +109,7 @@ def attend_round(
     need, t, (whole, whole_lse) = plan.need, step.tokens, state.parts()
     q_latent, latent = (plan.scratch(n, (t, need.N, need.L), need.dtype) for n in ("q_latent", "latent"))
     q_pe, scale = q.pe[step.rows], _query_scale(need)
-    _bmm(q.nope[step.rows].transpose(0, 1), data["W_UK"], q_latent.transpose(0, 1), scale)
+    bmm(q.nope[step.rows].transpose(0, 1), data["W_UK"], q_latent.transpose(0, 1), scale)
     kv_c, k_pe = need.layout.read(cache.data)
     direct = isinstance(step.rows, slice)
     lse = whole_lse[step.rows] if direct else whole_lse.new_empty(t, need.N)
@@ -118,7 +118,7 @@ def attend_round(
         lse=lse if need.lse else None, return_lse=need.lse, return_lse_base_on_e=True,
     )  # fmt: skip
     out = whole[step.rows] if direct else whole.new_empty(t, need.N, need.V)
-    _bmm(latent.transpose(0, 1), data["W_UV"], out.transpose(0, 1))
+    bmm(latent.transpose(0, 1), data["W_UV"], out.transpose(0, 1))
     if step.empty is not None:
         empty = step.empty[:t, None]
         out.masked_fill_(empty[..., None], 0)  # whatever a row without keys holds, NaN too
@@ -219,8 +219,8 @@ def _query_scale(need: Need) -> float:
     return HALF_SCALE if need.dtype == torch.float16 else 1.0
 
 
-def _bmm(a: Tensor, W: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """`scale a W` head by head, a (N, t, k) and W (N, k, n), into out (N, t, n), rounded once."""
+def bmm(a: Tensor, W: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """Write `scale a W` head by head, a (N, t, k) and W (N, k, n), into out (N, t, n), rounded once."""
     if a.dtype == W.dtype == out.dtype:
         out.baddbmm_(a, W, beta=0, alpha=scale)
     else:

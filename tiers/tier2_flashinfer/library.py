@@ -7,7 +7,7 @@ import importlib
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -47,6 +47,12 @@ CALLS = {  # every keyword that is passed; whatever else a function has must hav
         "kv_last_page_len",
     ),
     "merge_state": ("v_a", "s_a", "v_b", "s_b"),
+}  # fmt: skip
+ENTRY_CALLS = {  # of the forms for Blackwell alone, so that a library without it serves the others
+    "mla.trtllm_batch_decode_with_kv_cache_mla": (
+        "query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim", "block_tables",
+        "seq_lens", "max_seq_len", "out", "bmm1_scale", "bmm2_scale", "backend", "lse", "return_lse",
+    ),
 }  # fmt: skip
 _IDLE: dict[tuple, list["Wrapper"]] = defaultdict(list)
 
@@ -92,10 +98,17 @@ def why_not_installed(given: Any) -> list[str]:
     return refuse_package("flashinfer", DISTRIBUTION, MINIMUM, "flashinfer") or _why_not_import()
 
 
-def why_not_signatures(library: Any, found: str) -> list[str]:
+def why_not_entry(given: Any) -> list[str]:
+    """Return sentences where the entry point for Blackwell is missing or moved; none where there is no library."""
+    if given is not None:
+        return why_not_signatures(given, "stand-in", ENTRY_CALLS)
+    return [] if why_not_installed(None) else why_not_signatures(_import(), version(DISTRIBUTION), ENTRY_CALLS)
+
+
+def why_not_signatures(library: Any, found: str, calls: Mapping[str, tuple[str, ...]] = CALLS) -> list[str]:
     """Return sentences for functions of version `found` that are missing or do not take what is passed to them."""
     reasons, fix = [], f"install a tested version ({', '.join(TESTED)}) or choose another tier."
-    for path, passed in CALLS.items():
+    for path, passed in calls.items():
         thing: Any = library
         for part in path.split("."):
             thing = getattr(thing, part, None)

@@ -1,8 +1,9 @@
-"""Tier 2 by FlashInfer: its paged MLA kernels (fa2, fa3) and its varlen prefill behind this repository's contract.
+"""Tier 2 by FlashInfer: its paged MLA kernels and its varlen prefill behind this repository's contract.
 
 Short queries are absorbed and go through `BatchMLAPagedAttentionWrapper`, long ones are expanded a workspace at a time
 (`mla.ragged`) and go through `BatchPrefillWithRaggedKVCacheWrapper`. The library plans on the host and waits for what
-it copies from a device, so it is given host lists, in `plan`; a wrapper belongs to one plan at a time.
+it copies from a device, so it is given host lists, in `plan`; a wrapper belongs to one plan at a time. The forms for
+Blackwell have an entry point of their own (`blackwell`).
 
 Axes: T new tokens (packed over requests), N heads, L KV rank, P nope, R rope, V value.
 """
@@ -35,6 +36,15 @@ from mla.tier import (
     refuse_gradients,
 )
 from tiers.tier2_flashinfer.absorbed import Round, absorbed_sizes, attend_round, plan_rounds, why_not_graph
+from tiers.tier2_flashinfer.blackwell import (
+    ENTRY,
+    Entry,
+    attend_entry,
+    entry_sizes,
+    plan_entry,
+    why_not_arch,
+    why_not_blackwell,
+)
 from tiers.tier2_flashinfer.library import (
     WORKSPACE_BYTES,
     WRAPPER_BYTES,
@@ -50,12 +60,7 @@ from tiers.tier2_flashinfer.library import (
 )
 
 FORMS = ("auto", "fa2", "fa3", "mqa", "mha", "trtllm-gen", "cute-dsl", "cutlass", "xqa")
-ELSEWHERE = {
-    "trtllm-gen": "sm_100 or sm_103",
-    "cute-dsl": "sm_100 or sm_103",
-    "cutlass": "sm_100 or sm_110",
-    "xqa": "sm_120 or sm_121",
-}
+ELSEWHERE = {"cute-dsl": "sm_100 or sm_103", "cutlass": "sm_100 or sm_110"}
 ROWS, HEADS = ((512, 64), (512, 0)), ((192, 128),)  # (L, R) of the absorbed kernels, (P + R, V) of the prefill kernel
 EXPAND_FROM = 64  # new tokens from which the expanded form takes less time
 INF = float("inf")
@@ -63,9 +68,10 @@ INF = float("inf")
 
 @dataclass(eq=False)
 class Steps:
-    """A plan's work: rounds of the absorbed form, and calls of the expanded one with the wrapper of each."""
+    """A plan's work: rounds of the absorbed form or one `entry`, and calls of the expanded form with their wrappers."""
 
     rounds: list[Round] = field(default_factory=list)
+    entry: Entry | None = None
     ragged: RaggedSteps | None = None
     wrappers: dict[RaggedCall, Wrapper] = field(default_factory=dict)
 
@@ -74,10 +80,11 @@ class Steps:
 class FlashInferTier(Tier):
     """FlashInfer's kernels; `form` is "auto", "fa2", "fa3" (that kernel), "mqa" (all absorbed) or "mha" (all expanded).
 
-    "trtllm-gen", "cute-dsl", "cutlass" and "xqa" are kernels for other devices, refused with the reason. `merge` says
-    who merges chunks, "ours" in float32 or "flashinfer" in the query's dtype; `append` who writes the cache, "ours" or
-    "flashinfer", which does not wait for the device. `max_workspace_tokens` bounds the rows (tokens) expanded at once,
-    None as in `paged`. `library` is a module with the library's names, None for the one that is installed.
+    "trtllm-gen" (sm_100, sm_103) and "xqa" (sm_120, sm_121) absorb through the library's entry point for Blackwell:
+    checked against the stand-in only; never run on such a GPU. "cute-dsl" and "cutlass" are refused everywhere.
+    `merge` says who merges chunks, "ours" in float32 or "flashinfer" in the query's dtype; `append` who writes the
+    cache, "ours" or "flashinfer", which does not wait for the device. `max_workspace_tokens` bounds the rows (tokens)
+    expanded at once, None as in `paged`. `library` is a module with the library's names, None for the installed one.
     """
 
     form: str = "auto"
@@ -103,6 +110,8 @@ class FlashInferTier(Tier):
         reasons += refuse_features("flashinfer", need) + why_not_rows(need)
         if self.form == "mha":
             reasons += self._why_not_expanded(need)
+        elif self.form in ENTRY:
+            reasons += why_not_blackwell(self.form, need, self.library, self._any_size)
         elif (need.L, need.R) not in ROWS and not self._any_size:
             found = f"rows of L = {need.L}, R = {need.R} have no absorbed kernel in flashinfer"
             reasons.append(f"{found}, which has L = 512 with R = 64 or 0; use triton or paged.")
@@ -113,7 +122,7 @@ class FlashInferTier(Tier):
             reasons.append(f"{found}; use triton.")
         if need.graph_capture and self.form == "mha":
             reasons.append("graph_capture = True takes the absorbed form; form = 'mha' expands: use form = 'mqa'.")
-        elif need.graph_capture:
+        elif need.graph_capture and self.form not in ENTRY:
             reasons += why_not_graph(need)
         if self.append == "flashinfer" and (need.L, need.R) not in ROWS[:1] and not self._any_size:
             found = f"append = 'flashinfer' writes rows of L = 512, R = 64 only, not {need.L} and {need.R}"
@@ -125,8 +134,11 @@ class FlashInferTier(Tier):
 
     def _why_not_device(self, need: Need) -> list[str]:
         if self.form in ELSEWHERE:
-            found = f"form {self.form!r} is for {ELSEWHERE[self.form]} and was never run by this project"
-            return [f"{found}; arch is {need.arch!r}: use form = 'auto', or triton."]
+            found = f"form {self.form!r} is for {ELSEWHERE[self.form]} and has no path here on any device"
+            why = "its call is not modelled and was never run by this project"
+            return [f"{found}: {why}; arch is {need.arch!r}; use form = 'auto', or triton."]
+        if self.form in ENTRY:
+            return why_not_arch(self.form, need)
         if self.library is not None:
             return []
         generation = int(need.arch[3:]) if need.arch[:3] == "sm_" and need.arch[3:].isdecimal() else 0
@@ -153,7 +165,7 @@ class FlashInferTier(Tier):
         return getattr(self.library, "TAKES_ANY_SIZE", False)
 
     def _expands(self, need: Need) -> bool:
-        if self.form == "mqa" or need.graph_capture:
+        if self.form == "mqa" or self.form in ENTRY or need.graph_capture:
             return False
         return self.form == "mha" or not self._why_not_expanded(need)
 
@@ -199,6 +211,8 @@ class FlashInferTier(Tier):
 
     def _steps(self, need: Need, batch: AttentionBatch, old: Round | None) -> tuple[Steps, Sizes, dict[str, object]]:
         """The work of a step, the scratch it takes, and a report of both."""
+        if self.form in ENTRY:
+            return self._entry_steps(need, batch)
         expands, least = self._expands(need), 1 if self.form == "mha" else EXPAND_FROM
         chosen = {b for b, n in enumerate(batch.query_lens_host) if expands and n >= least}
         absorbed = [b for b in range(batch.num_requests) if b not in chosen]
@@ -215,6 +229,14 @@ class FlashInferTier(Tier):
         report |= {"kernel": backend, "rounds": len(steps.rounds), "calls": len(steps.wrappers)}
         report |= {"library": library_version(self.library), "library_bytes": WORKSPACE_BYTES + held * WRAPPER_BYTES}
         return steps, sizes, report
+
+    def _entry_steps(self, need: Need, batch: AttentionBatch) -> tuple[Steps, Sizes, dict[str, object]]:
+        """The same where all requests go through the entry point for Blackwell."""
+        entry = plan_entry(find_library(self.library), self.form, need, batch)
+        report: dict[str, object] = {"forms": ["mqa"] * batch.num_requests, "kernel": self.form}
+        report |= {"rounds": len(entry.calls), "calls": 0}
+        report |= {"library": library_version(self.library), "library_bytes": WORKSPACE_BYTES}
+        return Steps(entry=entry), entry_sizes(self.form, need, entry), report
 
     def attend(
         self, q: Query, cache: PagedLatentCache, prepared: Prepared, plan: Plan, out: AttentionState | None = None
@@ -234,6 +256,9 @@ class FlashInferTier(Tier):
         for step in steps.rounds:
             if step.tokens:
                 attend_round(step, q, cache, prepared.data, plan, AttentionState(whole, lse))
+        if steps.entry is not None:
+            into = AttentionState(whole, lse)
+            attend_entry(self.form, find_library(self.library), steps.entry, q, cache, prepared.data, plan, into)
         if steps.ragged is not None:
             kernel, join = _kernel(steps), merge if self.merge == "ours" else _join(find_library(self.library), need)
             attend_ragged(steps.ragged, q, cache, prepared.data, plan, kernel, whole, lse, join)

@@ -242,7 +242,7 @@ def load_first(
 
 
 @gluon.jit
-def first_unit(work, at, tile, table_stride, page_rows, PAGE: gl.constexpr):
+def first_unit(work, at, tile, table, table_stride, page_rows, EVEN: gl.constexpr, PAGE: gl.constexpr):
     """What a part starts with: loads that do not wait for each other."""
     pages = gl.load(at + REQUEST).to(gl.int64) * table_stride
     row = gl.load(at + ROW) + tile * 64
@@ -256,7 +256,9 @@ def first_unit(work, at, tile, table_stride, page_rows, PAGE: gl.constexpr):
     stretch = gl.load(at + STRETCH)
     even = spot_of(gl.load(at + EVEN_PAGE), pages, block, page_rows, PAGE)
     odd = spot_of(gl.load(at + ODD_PAGE), pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
-    return pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd
+    then = gl.maximum(gl.minimum(block + (2 if EVEN else 3), last - 1), 0)  # a part may have nothing to do
+    then = find_spot(table, pages, then, page_rows, PAGE)
+    return pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd, then
 
 
 @gluon.jit
@@ -271,10 +273,8 @@ def warpgroup(
     RS: gl.constexpr = gl.SliceLayout(1, MS)
     p = gl.program_id(0) // TILES
     tile = gl.program_id(0) % TILES
-    mine = first_unit(work, part + FIELDS * p, tile, table_stride, page_rows, PAGE)
-    pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd = mine
-    then = gl.maximum(gl.minimum(block + (2 if EVEN else 3), last - 1), 0)  # a part may have nothing to do
-    then = find_spot(table, pages, then, page_rows, PAGE)
+    mine = first_unit(work, part + FIELDS * p, tile, table, table_stride, page_rows, EVEN, PAGE)
+    pages, row, rows, blocks, keys, entry, count, block, last, stretch, even, odd, then = mine
     load_first(descs, bars, bufs, row, even, odd, then, last_page(pages, keys, PAGE), count > 0, EVEN, PAGE)
     pair = 0
     for item in range(count):
