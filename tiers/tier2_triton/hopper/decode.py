@@ -59,8 +59,8 @@ def decode(
         _swap_kernel[(part.shape[0],)](*descriptors, *lists, *results, N, M, 2, page, num_warps=4)
     else:
         tiles = M // TILE
-        lists = (*lists, *results, data, rows_ahead(data, tiles))
-        _seesaw_kernel[(part.shape[0] * tiles,)](*descriptors, *lists, N, tiles, page, num_warps=4)
+        given = (*descriptors, *lists, *results, data, rows_ahead(data, tiles))
+        _seesaw_kernel[(part.shape[0] * tiles,)](*given, N, tiles, page, num_warps=4)
     combine(part_out, part_lse, merges, out, lse, M, at_once)
 
 
