@@ -108,6 +108,8 @@ def test_auto_expands_on_hopper_by_its_kernel_else_by_cudnn_or_the_portable_one(
     ] * 5  # 192 is too wide for cuDNN there
     need = make_need(**sizes, device="cuda:0", arch="sm_90")
     assert [tier.route(need, n) for n in (1, 256, 1023, 1024, 16384)] == ["hopper"] * 5
+    wide = make_need(**sizes | {"P": 192, "V": 256}, device="cuda:0", arch="sm_90")
+    assert [tier.route(wide, n) for n in (1, 256, 1023, 1024, 16384)] == ["hopper"] * 5
     other = make_need(**sizes | {"P": 64}, device="cuda:0", arch="sm_90")  # not taken by the kernel for sm_90
     assert [tier.route(other, n) for n in (1, 256, 1023, 1024, 16384)] == ["triton"] * 3 + ["cudnn"] * 2
     assert tier.route(make_need(**sizes, device="cuda:0", arch="gfx942"), 16384) == "triton"

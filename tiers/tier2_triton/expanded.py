@@ -33,6 +33,7 @@ from mla.tier import Plan
 
 ROUTES = ("triton", "hopper", "cudnn", "padded")  # the first two work by tiles, the others by calls
 OURS = {"triton": "tiers.tier2_triton.kernels.prefill", "hopper": "tiers.tier2_triton.hopper.prefill"}
+HOPPER_SIZES = ((128, 64, 128), (192, 64, 256))  # P, R, V that `hopper.prefill` takes
 # New tokens from which cuDNN is faster: 4 x 256 over 8192 keys take 3.0 ms by our kernel and 3.8 by cuDNN, one fresh
 # prompt of 4096 takes 1.80 and 1.70.
 CUDNN_FROM = 1024
@@ -117,9 +118,9 @@ def _why_not_hopper(need: Need) -> list[str]:
     reasons = []
     if need.arch != "sm_90":
         reasons.append(f"arch {need.arch!r} is not served by route 'hopper', which takes sm_90; use 'triton'.")
-    if (need.P, need.R, need.V) != (128, 64, 128) or need.L % 8:
+    if (need.P, need.R, need.V) not in HOPPER_SIZES or need.L % 8:
         found = f"P, R, V, L = {need.P}, {need.R}, {need.V}, {need.L} is not taken by route 'hopper'"
-        reasons.append(f"{found}, which takes 128, 64, 128 and multiples of 8; use 'triton'.")
+        reasons.append(f"{found}, which takes 128, 64, 128 or 192, 64, 256 and multiples of 8; use 'triton'.")
     return reasons
 
 

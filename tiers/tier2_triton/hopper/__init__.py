@@ -1,4 +1,4 @@
-"""Gluon for sm_90: `decode` launches `seesaw` or `swap` and `combine`, shared out by `schedule`; `prefill` is its own.
+"""Gluon for sm_90: `decode` launches `seesaw` or `swap` and `combine`, as `schedule` says; `prefill`, `prefill_kernel`.
 
 `protocol` and `explore` model who waits for whom and import no triton.
 """
