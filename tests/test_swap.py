@@ -1,9 +1,13 @@
-"""Tiers are swapped by the command line alone: the stand-ins of three libraries beside our paged tier, on a CPU."""
+"""Tiers are swapped by the command line alone: the stand-ins of three libraries beside our paged tier, on a CPU.
+
+On a GPU our own Triton kernels beside naive attention, which is what finds weights or rows left on the host.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mla.cli import app
@@ -21,13 +25,24 @@ REQUESTS = (
 
 @pytest.mark.parametrize("library", ["flashinfer", "aiter", "flashmla"])
 def test_compare_replays_a_trace_through_the_stand_in_of_a_library(library, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
-    trace, record = tmp_path / "trace.jsonl", tmp_path / "record.json"
-    trace.write_text("".join(json.dumps(request) + "\n" for request in REQUESTS), encoding="utf-8")
-    words = ["compare", "--model", str(tmp_path / "config.json"), "--trace", str(trace), "--json", str(record)]
-    words += ["--dtype", "bfloat16", "--page-size", "64", "--tier", "paged"]
-    found = CliRunner().invoke(app, [*words, "--tier", str(Path(__file__).with_name(f"simulated_{library}.py"))])
-    assert found.exit_code == 0, found.output
-    rows = json.loads(record.read_text(encoding="utf-8"))["tiers"]
+    rows = compared(tmp_path, "--tier", "paged", "--tier", str(Path(__file__).with_name(f"simulated_{library}.py")))
     assert [row["status"] for row in rows] == ["ok", "ok"]
     assert library in rows[1]["name"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compare_replays_a_trace_on_a_gpu(tmp_path):
+    pytest.importorskip("triton")
+    rows = compared(tmp_path, "--tier", "naive", "--tier", "triton", "--device", "cuda")
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+
+
+def compared(folder: Path, *words: str) -> list[dict]:
+    """What `mla compare` says of each tier, for a short trace in bfloat16."""
+    (folder / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
+    trace, record = folder / "trace.jsonl", folder / "record.json"
+    trace.write_text("".join(json.dumps(request) + "\n" for request in REQUESTS), encoding="utf-8")
+    given = ["--model", str(folder / "config.json"), "--trace", str(trace), "--json", str(record)]
+    found = CliRunner().invoke(app, ["compare", *given, "--dtype", "bfloat16", "--page-size", "64", *words])
+    assert found.exit_code == 0, found.output
+    return json.loads(record.read_text(encoding="utf-8"))["tiers"]
