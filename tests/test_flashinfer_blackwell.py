@@ -16,6 +16,7 @@ from small_case import Case, make_batch, make_case, make_need
 
 import tiers
 from mla.accuracy import compare
+from mla.batch import AttentionBatch
 from mla.cache import PagedLatentCache
 from mla.need import Capacity
 from mla.projections import Query
@@ -161,6 +162,19 @@ def test_a_step_without_tokens_calls_nothing(device):
     assert tier.plan(need, make_batch([0, 0], [5, 0], need)).report["rounds"] == 0
 
 
+@pytest.mark.parametrize("form", ENTRY)
+def test_C1_requests_without_keys_need_no_page(form, device):
+    case = make_case([1, 1], [0, 0], **device(form))
+    need = case.need
+    tier = FlashInferTier(form, library=library(through(lambda result, given: 1 / 0)))
+    batch = AttentionBatch.bottom_right([1, 1], [0, 0], [[], []], page_size=need.page_size, num_pages=0, device="cpu")
+    data = torch.zeros(0, need.page_size, need.L + need.R, dtype=BF16)
+    cache = PagedLatentCache(data, need.layout, need.page_size)
+    state = tier.attend(case.q, cache, tier.prepare(case.up, need), tier.plan(need, batch))
+    assert not state.out.any()
+    assert state.lse is None or bool((state.lse == -math.inf).all())
+
+
 def test_C1_C9_what_the_kernel_leaves_in_rows_without_keys_is_overwritten(device):
     def hostile(result: Any, given: Any) -> Any:
         given["out"][1], given["lse"].view(3, -1)[1] = NAN, NAN
@@ -214,6 +228,19 @@ def test_B_an_LSE_that_is_in_neither_base_or_of_other_keys_is_not_taken(change, 
     with pytest.raises(
         RuntimeError, match=r"^flashinfer's 'trtllm-gen' returned LSEs .* neither natural nor in base 2"
     ):
+        tier.plan(case.need, case.batch)
+
+
+@pytest.mark.parametrize(("name", "said"), [("lse", "returned LSEs"), ("out", "did not leave the value")])
+def test_a_library_that_leaves_what_it_was_handed_alone_is_found_by_the_probe(name, said, device):
+    def elsewhere(result: Any, given: Any) -> Any:
+        kept = tuple(x.clone() for x in result)
+        given[name].fill_(NAN)
+        return kept
+
+    tier = FlashInferTier("trtllm-gen", library=library(through(elsewhere)))
+    case = make_case([2, 2], [9, 40], **device("trtllm-gen"))
+    with pytest.raises(RuntimeError, match=said):
         tier.plan(case.need, case.batch)
 
 

@@ -131,6 +131,8 @@ def plan_entry(library: Any, form: str, need: Need, batch: AttentionBatch) -> En
         raise bad("batch.query_lens", expected=expected, got=str(lens[0]), fix=fix)
     query_len = lens[0] if lens else 1
     most = _most_requests(need, query_len)
+    if not any(batch.seq_lens_host[b] for b in present):
+        present = []  # nobody has a key, and the cache may have no page
     groups = [present[i : i + most] for i in range(0, len(present), most)]
     calls = [_call(form, need, batch, group, i * most * query_len, query_len) for i, group in enumerate(groups)]
     empty = batch.row_kv_lens == 0 if any(batch.seq_lens_host[b] == 0 for b in present) else None
@@ -194,23 +196,28 @@ def to_natural(
 
     Every score is 1, so the LSE of n visible keys is 1 + ln n, bottom-right for several new tokens; the requests have
     q, q + 1 and many keys. The host waits, once for a process and these sizes. A batch of another size may take another
-    kernel; in the tested version all of them leave the logarithm to one function. Raises RuntimeError where neither
-    base fits, or rows see other keys.
+    kernel; in the tested version all of them leave the logarithm to one function. What was handed in is looked at, as
+    `attend` uses it. Raises RuntimeError where neither base fits, rows see other keys, or out is not right.
     """
     lens, q = [query_len, query_len + 1, PROBE_KEYS], query_len
     shapes = (1, page, L + R), (3, q, N, L + R)
     pool, query = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
     pool[..., 0] = query[..., 0] = 1
-    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
-    _, lse = library.mla.trtllm_batch_decode_with_kv_cache_mla(
+    out = torch.full((3, q, N, L), float("nan"), dtype=torch.bfloat16, device=device)
+    lse = torch.full((3 * q, N), float("nan"), device=device)
+    ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=device)
+    library.mla.trtllm_batch_decode_with_kv_cache_mla(
         query=query, kv_cache=pool, workspace_buffer=zeroed_workspace(form, device), qk_nope_head_dim=P,
         kv_lora_rank=L, qk_rope_head_dim=R, block_tables=ints(3, -(-PROBE_KEYS // page)),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device), max_seq_len=PROBE_KEYS,
-        out=query.new_empty(3, q, N, L), bmm1_scale=1.0, bmm2_scale=1.0, backend=form,
-        lse=query.new_empty(3 * q, N, dtype=torch.float32), return_lse=True,
+        out=out, bmm1_scale=1.0, bmm2_scale=1.0, backend=form, lse=lse, return_lse=True,
     )  # fmt: skip
     visible = torch.tensor([n - q + 1 + i for n in lens for i in range(q)], dtype=torch.float64)
     found, natural = lse.double().cpu(), (1 + visible.log())[:, None]
+    if not bool(((out - pool[0, 0, :L]).abs() <= 2**-6).all()):  # weights in bfloat16 need not come to 1
+        raise RuntimeError(
+            f"flashinfer's {form!r} did not leave the value that all keys have in `out`; use another form"
+        )
     for factor in (math.log(2), 1.0):
         if bool(((found * factor - natural).abs() <= natural * 2**-8).all()):  # the bases are 44 % apart
             return factor

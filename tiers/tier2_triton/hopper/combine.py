@@ -79,7 +79,7 @@ def combine(part_out: Tensor, part_lse: Tensor, merges: Tensor, out: Tensor, lse
     `merges` (U, 4) int32 is that of `schedule`, a list of units: first row, rows, first and last part; it ends where a
     unit has no rows. The states of a unit lie in slots 2 first + 1 and 2 p for the other parts. Rows of a unit without
     keys, whose last part is before its first, get 0 and -inf; a unit that is not listed, since one part did it, is left
-    alone. lse is float32, natural. `at_once` states are merged at once, 2 or 16.
+    alone. lse is float32, natural. `at_once` states are merged at once, 2, 4 or 16.
     Source: FlashAttention-2 (arXiv 2307.08691) section 3.1.
     """
     R, U = SHAPES[at_once], merges.shape[0]

@@ -110,7 +110,6 @@ def merges_of(units, merges, U, even, whole, pieces, pay, CHUNK: tl.constexpr):
         own = tl.where(whole > 1, i // tl.maximum(whole, 1), i * pieces)
         first = tl.where(even, own, (start + tl.minimum(blocks, 2) + pay - 1) // pay - 1)
         last = tl.where(even, first + (blocks - 1) // tl.maximum(step, 1), (start + blocks + pay - 1) // pay - 1)
-        last = tl.where(even & (whole > 1), first, last)
         first = tl.where(blocks > 0, first, 0)
         last = tl.where(blocks > 0, last, -1)
         merged = (rows > 0) & (last != first)
