@@ -35,11 +35,12 @@ COMPILER = ("mla/aot.py", "mla/sass.py")  # read what code takes: their changes 
 BUDGET_TARGET = "sm_90"
 SPILL_FREE = ("combine", "decode", "per_head", "hopper.schedule")
 # Bytes; more, and descriptors are spilled in the loop over keys. Pages of less than 64 keys need more addresses. What
-# `seesaw` spills it stores and loads once a unit, outside its loops.
+# `seesaw` spills it stores and loads once a unit, outside its loops. Two runs of the compiler may differ by a place of 8
+# bytes, seen once in some hundred: the budgets are that much above what is on record, and those of MOST_LOCAL 4 loads.
 SMALL_PAGES = re.compile(r"pages of (16|32)\b")
 MOST_SPILLED = {
-    "hopper.combine": 16, "hopper.prefill": 96, "hopper.seesaw": 40, "hopper.swap": 72,
-    "hopper.seesaw, small pages": 464, "hopper.swap, small pages": 80,
+    "hopper.combine": 24, "hopper.prefill": 104, "hopper.seesaw": 48, "hopper.swap": 80,
+    "hopper.seesaw, small pages": 472, "hopper.swap, small pages": 88,
 }  # fmt: skip
 # Instructions in the text of a Hopper kernel. One wgmma has 16 terms and 64 rows: a block of `swap` takes 4 + 16 + 16
 # for scores and 2 x 16 for values, in the loop without masks and in the one with: 2 x 68. In `seesaw` 2 x 88 would be
@@ -48,8 +49,8 @@ COUNTS = ("products", "local_loads", "local_stores")
 PRODUCTS = {"hopper.seesaw": 152, "hopper.swap": 136, "hopper.prefill": 120}
 # Loads, and stores.
 MOST_LOCAL = {
-    "hopper.prefill": 24, "hopper.seesaw": 20, "hopper.swap": 28,
-    "hopper.seesaw, small pages": 194, "hopper.swap, small pages": 42,
+    "hopper.prefill": 28, "hopper.seesaw": 24, "hopper.swap": 32,
+    "hopper.seesaw, small pages": 198, "hopper.swap, small pages": 46,
 }  # fmt: skip
 REGISTERS = {
     "hopper.combine": 128, "hopper.prefill": 255, "hopper.schedule": 128, "hopper.seesaw": 255, "hopper.swap": 255,
