@@ -35,8 +35,8 @@ COMPILER = ("mla/aot.py", "mla/sass.py")  # read what code takes: their changes 
 BUDGET_TARGET = "sm_90"
 SPILL_FREE = ("combine", "decode", "per_head", "hopper.schedule")
 # Bytes; more, and descriptors are spilled in the loop over keys. Pages of less than 64 keys need more addresses. What
-# `seesaw` spills it stores and loads once a unit, outside its loops. Two runs of the compiler may differ by a place of 8
-# bytes, seen once in some hundred: the budgets are that much above what is on record, and those of MOST_LOCAL 4 loads.
+# `seesaw` spills it stores and loads once a unit, outside its loops. Two runs of the compiler may differ by a place of
+# 8 bytes, seen once: the budgets are that much above what is on record, and MOST_LOCAL 4 loads.
 SMALL_PAGES = re.compile(r"pages of (16|32)\b")
 MOST_SPILLED = {
     "hopper.combine": 24, "hopper.prefill": 104, "hopper.seesaw": 48, "hopper.swap": 80,
