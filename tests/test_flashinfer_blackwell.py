@@ -196,6 +196,13 @@ def test_the_semaphores_are_zeroed_once_and_belong_to_one_form():
     assert not bool(a[: standin.SEMAPHORES].any())
 
 
+def test_the_workspace_is_allocated_by_the_plan_and_not_by_attend(device):
+    case = make_case([1, 1], [9, 40], **device("xqa"))
+    blackwell.zeroed_workspace.cache_clear()
+    FlashInferTier("xqa", library=standin).plan(case.need, case.batch)
+    assert blackwell.zeroed_workspace.cache_info().currsize == 1
+
+
 # the base of the LSE
 
 

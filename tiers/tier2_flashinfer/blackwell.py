@@ -136,6 +136,8 @@ def plan_entry(library: Any, form: str, need: Need, batch: AttentionBatch) -> En
     groups = [present[i : i + most] for i in range(0, len(present), most)]
     calls = [_call(form, need, batch, group, i * most * query_len, query_len) for i, group in enumerate(groups)]
     empty = batch.row_kv_lens == 0 if any(batch.seq_lens_host[b] == 0 for b in present) else None
+    if calls:
+        zeroed_workspace(form, need.device)  # allocated here, and not in the first attend
     sizes = (need.N, need.L, need.P, need.R, need.page_size, query_len)
     natural = to_natural(library, form, need.device, *sizes) if need.lse and calls else 1.0
     return Entry(calls, query_len, len(present) * query_len, empty, natural)

@@ -85,6 +85,7 @@ def plan_hopper(
     With Need.graph_capture the lists have the size that the capacity allows, and those of `old` are filled again.
     `bounds` (t,) int32 are the rows' row_kv_lens, `table` (B, max_pages) int32 is the batch's block table.
     """
+    from tiers.tier2_triton.hopper.combine import SHAPES
     from tiers.tier2_triton.hopper.schedule import schedule
 
     N, c, captured = need.N, need.capacity, need.graph_capture
@@ -100,7 +101,8 @@ def plan_hopper(
         parts = processors(need.device) // max(1, M // TILE)
         new = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=need.device)
         requests = c.max_requests if captured and c else max(1, sum(p.keys > 0 for p in pieces))
-        at_once = max(n for n in (2, 4, 16) if n == 2 or n * requests <= parts)
+        fits = lambda n: n * requests <= parts  # measured: as many states at once as a request is cut into
+        at_once = max(filter(fits, SHAPES), default=min(SHAPES))
         if captured and c is not None:
             width = max(1, -(-c.max_seq_len // need.page_size))
             bounds_, table_ = new(c.max_tokens), new(c.max_requests, width)

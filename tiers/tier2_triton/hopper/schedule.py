@@ -7,9 +7,10 @@ one whose fullest part has less to do is taken, in blocks of 64 keys with COST f
     even    n > parts: each part takes k = ceil(n / parts) whole units; else a unit is cut into j = parts // n pieces
     line    units lie on a line, part p takes the stretch [p pay, (p + 1) pay), pay = ceil(sum of all / parts)
 
-Even is best where lengths are alike, the line where they are not. Units are cut at even blocks, since the kernels take
-blocks in pairs. A part has at most two pieces of units that others work on too: its first, which began elsewhere, and
-its last, which ends elsewhere; their states lie in slots 2 p and 2 p + 1.
+Even is best where lengths are alike, the line where they are not; a cut counts SPLIT, a second piece PIECE. Units are
+cut at even blocks, since the kernels take blocks in pairs. A part has at most two pieces of units that others work on
+too: its first, which began elsewhere, and its last, which ends elsewhere; their states lie in slots
+2 p and 2 p + 1.
 
 Axes: T tokens, N heads, B requests, U units, n units with keys, p parts.
 """
@@ -235,12 +236,12 @@ def schedule_reference(
     """What `schedule` writes, unit after unit and part after part: work (U + 1, 16), merges (U, 4) and part (p, 16)."""
     page_of = lambda request, block: int(table[request, block * 64 // page_size]) if page_size >= 64 else 0
     entries: list[tuple[int, ...]] = []
-    at_unit: list[int | None] = []
+    found_units: list[tuple[int, int, int]] = []  # first row, rows, entry or -1
     at, parts = 0, part.shape[0]
     for request, row, rows, _ in units.tolist():
         seen = [int(x) for x in bounds[row // N : (row + rows - 1) // N + 1]] if rows else [0]
         blocks = -(-max(seen) // 64)
-        at_unit.append(len(entries) if blocks else None)
+        found_units.append((row, rows, len(entries) if blocks else -1))
         if blocks:
             pages = (page_of(request, 0), page_of(request, min(1, blocks - 1)))
             entries.append((request, row, rows, blocks, at + COST, max(seen), min(seen), *pages))
@@ -265,9 +266,8 @@ def schedule_reference(
             i, a, b = found[0]
             pages = (page_of(entries[i][0], a), page_of(entries[i][0], min(a + 1, b - 1)))
             part[p] = torch.tensor([*entries[i][:7], *pages, i, len(found), a, b, FAR if even else (p + 1) * pay, 0, 0])
-    spans = [(0, -1) if i is None else (held[i][0], held[i][-1]) for i in at_unit]
-    rows = [(row, count) for _, row, count, _ in units.tolist()]
-    listed = [(*own, *span) for own, span in zip(rows, spans, strict=True) if own[1] and span[0] != span[1]]
+    spans = {-1: (0, -1)} | {i: (mine[0], mine[-1]) for i, mine in held.items()}
+    listed = [(row, rows, *spans[i]) for row, rows, i in found_units if rows and spans[i][0] != spans[i][1]]
     merges.zero_()
     merges[: len(listed)] = torch.tensor(listed, dtype=torch.int32).view(-1, 4)
 
