@@ -6,6 +6,7 @@ Axes: T new tokens (packed over requests), S cached tokens, N heads, L KV rank, 
 import dataclasses
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mla.accuracy import compare
 from mla.adapters import from_latent
 from mla.bench import bench_together
 from mla.bench_scene import drawn_inputs, is_big, sample, scene_of
-from mla.cache import slots_of
+from mla.cache import FloatRows, PagedLatentCache, slots_of
 from mla.cli import app
 from mla.commands import gpu
 from mla.commands.figures import bench_blocks
@@ -34,6 +35,31 @@ from mla.state import AttentionState
 from mla.timing import Timing
 
 CASE = Case(spec("3q1s40_1q4s9"), dtype="f32")
+
+
+def test_tiers_are_timed_on_one_cache(monkeypatch):
+    """Each is judged with a cache of its own, and timed with the first of those that hold the same bytes."""
+    lie = []
+    attend = type(tiers.get("paged")).attend
+    noted = lambda tier, q, cache, *rest: lie.append(cache.data.data_ptr()) or attend(tier, q, cache, *rest)
+    monkeypatch.setattr(type(tiers.get("paged")), "attend", noted)
+    results = bench_together([tiers.get("paged"), tiers.get("paged")], CASE, repeats=2)
+    assert [r.gate.status for r in results] == ["ok", "ok"]
+    assert len(set(lie)) > 1
+    assert len(set(lie[-4:])) == 1
+
+
+def test_caches_are_one_where_all_their_bytes_are_the_same():
+    rows = torch.randn(2, 4, 8)
+    rows[1, 3] = float("nan")
+    other = rows.clone()
+    other[1, 3, 7] = 0.0
+    caches = [
+        PagedLatentCache(x, FloatRows(6, 2), 4) for x in (rows, rows.clone(), other, rows.double(), other.clone())
+    ]
+    ready = [SimpleNamespace(cache=cache) for cache in caches]
+    bench._share_caches(ready)
+    assert [[one.cache is cache for cache in caches].index(True) for one in ready] == [0, 0, 2, 3, 2]
 
 
 @pytest.fixture
@@ -338,7 +364,7 @@ def test_nvidia_smi_is_asked_for_one_gpu_and_its_silence_is_none():
 RAW = """
 import torch
 from mla.adapters import from_latent
-from mla.cache import slots_of
+from mla.cache import FloatRows, PagedLatentCache, slots_of
 from mla.state import AttentionState
 
 def kernel(q_latent, q_pe, cache, batch, need):

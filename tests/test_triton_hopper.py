@@ -20,7 +20,7 @@ import tiers  # noqa: E402
 from mla.batch import AttentionBatch  # noqa: E402
 from mla.cache import FloatRows  # noqa: E402
 from mla.need import Need  # noqa: E402
-from tiers.tier2_triton import hopper_rounds  # noqa: E402
+from tiers.tier2_triton import hopper_rounds, warmup  # noqa: E402
 from tiers.tier2_triton.absorbed import plan_absorbed  # noqa: E402
 from tiers.tier2_triton.hopper import combine as combine_module  # noqa: E402
 from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
@@ -209,14 +209,25 @@ def test_queries_become_rows_and_are_copied_only_where_they_must():
         assert rows.data_ptr() == odd.data_ptr()
 
 
+def test_warmup_compiles_every_merge_for_every_unit(monkeypatch):
+    compiled = set()
+    for name in ("_write", "_absorb_nothing", "_attend"):
+        monkeypatch.setattr(warmup, name, lambda *_: None)
+    monkeypatch.setattr(warmup, "_decode_nothing", lambda need, M, at_once: compiled.add((M, at_once)))
+    for step in warmup.steps(tiers.get("triton:hopper"), on_hopper(), None):
+        step()
+    assert compiled == set(itertools.product((16, 32, 64), combine_module.SHAPES))
+
+
 @pytest.mark.parametrize("at_once", list(combine_module.SHAPES))
+@pytest.mark.parametrize("as_held", [False, True])
 @pytest.mark.parametrize("programs", [3, 4096])
-def test_the_merge_computes_what_its_reference_does(monkeypatch, at_once, programs):
+def test_the_merge_computes_what_its_reference_does(monkeypatch, at_once, as_held, programs):
     """Interpreted: waiting for the launch before is the one thing that needs a GPU. 3 programs go round and round."""
     if DEVICE == "cpu":
         monkeypatch.setattr(triton.language.extra.cuda, "gdc_wait", lambda _semantic=None: None)
     monkeypatch.setattr(combine_module, "MOST_PROGRAMS", programs)
-    given = combine_problem("toy", torch.float32, DEVICE).arguments | {"at_once": at_once}
+    given = combine_problem("toy", torch.float32, DEVICE).arguments | {"at_once": at_once, "as_held": as_held}
     exact = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in given.items()}
     combine_module.combine(**given)
     wide = {name: exact[name].double() for name in ("part_out", "part_lse", "out", "lse")}

@@ -33,8 +33,10 @@ def steps(tier: "TritonTier", need: Need, side: InputSide | None) -> list[Callab
         for at_once in (1, 4, 16):
             found.append(lambda tile=tile, at_once=at_once: _absorb_nothing(need, tile, at_once))  # type: ignore[misc]
     if tier.on_hopper(need):
+        from tiers.tier2_triton.hopper.combine import SHAPES
+
         for M in (16, 32, 64):
-            found += [lambda M=M, n=n: _decode_nothing(need, M, n) for n in (2, 16)]  # type: ignore[misc]
+            found += [lambda M=M, n=n: _decode_nothing(need, M, n) for n in SHAPES]  # type: ignore[misc]
     lengths = [(1, 0)]
     if tier.route(need) is not None:
         for new in {expand_from(need) + 1, CUDNN_FROM}:  # fresh, and with two parts to merge

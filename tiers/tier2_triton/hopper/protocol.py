@@ -175,11 +175,11 @@ def even(pieces: Sequence[int]) -> Iterator[Event]:
         yield wait("rope0_full", pair)
         yield product("scores", ("qt", query), ("rope0", keys), columns=ROPE)
         yield Retire(0)
+        if edge:
+            yield from zero("left0", pair)
         yield Work("maximum")
         yield from (Write("m0", keys), Write("a0", keys), Arrive("max0"))
         yield from (Work("exponentials"), Work("rescale"))
-        if edge:
-            yield from zero("left0", pair)
         yield product("values", ("left0", values), columns=LEFT)
         yield wait("max1", pair)
         yield from (Read("a1", keys), Read("m1", keys), Work("hand over"))
@@ -218,14 +218,14 @@ def odd(pieces: Sequence[int]) -> Iterator[Event]:
         yield product("scores", ("ql", query), ("left1", keys), columns=LEFT)
         yield product("scores", ("qt", query), ("rope1", keys), columns=ROPE)
         yield Retire(0)
+        if edge:
+            yield from zero("right1", pair)
         yield Work("maximum")
         yield wait("max0", pair)
         yield from (Read("m0", keys), Read("a0", keys), Write("m1", keys), Write("a1", keys), Arrive("max1"))
         yield Work("exponentials")
         yield from (Write("rope1", ("weights", pair)), Fence(), Arrive("p1"))
         yield Work("rescale")
-        if edge:
-            yield from zero("right1", pair)
         yield product("values", ("right1", values), columns=LEFT)
         yield wait("p0", pair)
         yield wait("rope0_full", pair)

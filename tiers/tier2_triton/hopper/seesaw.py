@@ -16,8 +16,9 @@ and no barrier that says "empty". The barriers, each with a phase of its own, ar
     p0, p1                                              the weights of a block lie in its rope tile
     sum0, sum1                                          at the end of a piece, the sums of both
 
-Masks are in the last pairs of a piece only. `swap` is for fewer rows. Source: DeepSeek-V2 (arXiv 2405.04434) section
-2.1.2, FlashAttention-3 (arXiv 2407.08608) for turns of two warpgroups.
+Masks stand behind a branch, right after a wait for scores. A second program for pairs without them would run no faster,
+and instructions come from memory when they are met first: it cost 4 us of 70. `swap` is for fewer rows.
+Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.2, FlashAttention-3 (arXiv 2407.08608) for turns of two warpgroups.
 
 Axes: M = 64 rows (token, head) of a tile, 64 keys of a block, N heads, p parts.
 """
@@ -86,11 +87,11 @@ def scores(q, k, s):
 @gluon.jit
 def even_step(
     o, total, m, unit, turn, following, descs, bars, bufs,
-    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, PAGE: gl.constexpr,
+    MS: gl.constexpr, MO: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The left half of the output over a pair of blocks: scores and weights of the even one, values of both."""
     bound, end, scale = unit
-    pair, base = turn
+    pair, base, edge = turn
     even, odd, top, query_row, more, more_query = following
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
@@ -109,9 +110,11 @@ def even_step(
     s = warpgroup_mma(qt, rope0.permute((1, 0)), s, is_async=True)
     ask_for(ahead, even, more, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
-    if EDGE:
+    if edge:
         keys = base + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
         s = gl.where(keys[None, :] < bound[:, None], s, MASKED)
+        if end - base < 64:
+            zero_rows(left0, end - base)
     m0 = gl.maximum(m, gl.max(s, 1) * scale)
     a0 = gl.exp2(m - m0)
     m0_s.store(m0)
@@ -119,9 +122,6 @@ def even_step(
     mbarrier.arrive(max0, count=1)
     p = gl.exp2(by_row(s, scale, True) - m0[:, None])
     o = o * gl.convert_layout(a0, RO)[:, None]
-    if EDGE:
-        if end - base < 64:
-            zero_rows(left0, end - base)
     o = warpgroup_mma(gl.convert_layout(p.to(left0.dtype), PD), left0, o, is_async=True)
     total = total * a0 + gl.sum(p, 1)
     mbarrier.wait(max1, phase)
@@ -137,12 +137,11 @@ def even_step(
     o = o * gl.convert_layout(a1, RO)[:, None]
     mbarrier.wait(p1, phase)
     mbarrier.wait(left1_full, phase)
-    if EDGE:
-        if end - base < 128:
-            zero_rows(left1, end - base - 64)
+    if end - base < 128:
+        zero_rows(left1, end - base - 64)
     o = warpgroup_mma(rope1, left1, o, is_async=True)
-    if EDGE:
-        load_query(q_desc, q_pe_desc, query_row, q_full, ql, qr, qt, more_query, 64)
+    if more_query:
+        load_query(q_desc, q_pe_desc, query_row, q_full, ql, qr, qt, True, 64)
     o = warpgroup_mma_wait(0, deps=[o])
     load_left_and_rope(pool, odd, top, left1_full, left1, rope1, more, PAGE)
     return o, total, m
@@ -151,11 +150,11 @@ def even_step(
 @gluon.jit
 def odd_step(
     o, total, m, unit, turn, following, descs, bars, bufs,
-    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, PAGE: gl.constexpr,
+    MS: gl.constexpr, MO: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The right half of the output over a pair of blocks: scores and weights of the odd one, values of both."""
     bound, end, scale = unit
-    pair, base = turn
+    pair, base, edge = turn
     even, odd, top, query_row, more, more_query = following
     q_full, left0_full, right0_full, rope0_full, right1_full, left1_full, max0, max1, p0, p1, sum0, sum1 = bars
     ql, qr, qt, left0, left1, right0, right1, rope0, rope1, m0_s, m1_s, a0_s, a1_s, l0_s, l1_s = bufs
@@ -171,9 +170,11 @@ def odd_step(
     s = warpgroup_mma(qt, rope1.permute((1, 0)), s, is_async=True)
     ask_for(ahead, odd, more, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
-    if EDGE:
+    if edge:
         keys = base + 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, MS))
         s = gl.where(keys[None, :] < bound[:, None], s, MASKED)
+        if end - base < 128:
+            zero_rows(right1, end - base - 64)
     most = gl.max(s, 1) * scale
     mbarrier.wait(max0, phase)
     m0 = m0_s.load(RS)
@@ -190,18 +191,14 @@ def odd_step(
     mbarrier.arrive(p1, count=1)
     a = a0 * a1
     o = o * gl.convert_layout(a, RO)[:, None]
-    if EDGE:
-        if end - base < 128:
-            zero_rows(right1, end - base - 64)
     o = warpgroup_mma(gl.convert_layout(weights, PD), right1, o, is_async=True)
     total = total * a + gl.sum(p, 1)
     mbarrier.wait(p0, phase)
     mbarrier.wait(rope0_full, phase)
     for c in range(4):
         mbarrier.wait(right0_full.index(c), phase)
-    if EDGE:
-        if end - base < 64:
-            zero_rows(right0, end - base)
+    if end - base < 64:
+        zero_rows(right0, end - base)
     o = warpgroup_mma(rope0, right0, o, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])
     load_right(pool, odd, top, right1_full, right1, more, PAGE)
@@ -213,13 +210,13 @@ def odd_step(
 @gluon.jit
 def step(
     o, total, m, unit, turn, following, descs, bars, bufs,
-    MS: gl.constexpr, MO: gl.constexpr, EDGE: gl.constexpr, EVEN: gl.constexpr, PAGE: gl.constexpr,
+    MS: gl.constexpr, MO: gl.constexpr, EVEN: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """A pair of blocks, by the one warpgroup or the other."""
     if EVEN:
-        o, total, m = even_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, EDGE, PAGE)
+        o, total, m = even_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, PAGE)
     else:
-        o, total, m = odd_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, EDGE, PAGE)
+        o, total, m = odd_step(o, total, m, unit, turn, following, descs, bars, bufs, MS, MO, PAGE)
     return o, total, m
 
 
@@ -292,17 +289,6 @@ def warpgroup(
         mbarrier.wait(q_full, item & 1)
         top = last_page(pages, keys, PAGE)
         pairs = (last - block + 1) // 2
-        plain = gl.minimum(gl.maximum(least // 64 - block, 0) // 2, pairs - 1)  # the last pair is an edge in any case
-        for _ in range(plain):
-            even = find_spot(table, pages, block + 2, page_rows, PAGE)
-            odd = find_spot(table, pages, gl.minimum(block + 3, last - 1), page_rows, PAGE)
-            following = (even, odd, top, 0, True, False)
-            o, total, m = step(
-                o, total, m, (bound, keys, times), (pair, block * 64), following, descs, bars, bufs,
-                MS, MO, False, EVEN, PAGE,
-            )  # fmt: skip
-            pair += 1
-            block += 2
         next_pages = gl.load(entry + REQUEST).to(gl.int64) * table_stride
         next_row = gl.load(entry + ROW) + tile * 64
         next_rows = gl.load(entry + ROWS) - tile * 64
@@ -312,18 +298,17 @@ def warpgroup(
         next_top = last_page(next_pages, next_keys, PAGE)
         next_even = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
         next_odd = spot_of(gl.load(entry + ODD_PAGE), next_pages, gl.minimum(1, next_blocks - 1), page_rows, PAGE)
-        for _ in range(pairs - plain):
+        for _ in range(pairs):
             ends = block + 2 >= last
             even = find_spot(table, pages, gl.minimum(block + 2, last - 1), page_rows, PAGE)
             odd = find_spot(table, pages, gl.minimum(block + 3, last - 1), page_rows, PAGE)
             even = gl.where(ends, next_even, even)
             odd = gl.where(ends, next_odd, odd)
-            more = has | (block + 2 < last)
-            following = (even, odd, gl.where(ends, next_top, top), next_row, more, has & ends)
+            following = (even, odd, gl.where(ends, next_top, top), next_row, has | (block + 2 < last), has & ends)
+            turn = (pair, block * 64, block * 64 + 128 > least)
             o, total, m = step(
-                o, total, m, (bound, keys, times), (pair, block * 64), following, descs, bars, bufs,
-                MS, MO, True, EVEN, PAGE,
-            )  # fmt: skip
+                o, total, m, (bound, keys, times), turn, following, descs, bars, bufs, MS, MO, EVEN, PAGE
+            )
             pair += 1
             block += 2
         whole = (first == 0) & (last == blocks)

@@ -1,7 +1,8 @@
 """How a tile of 64 rows leaves `seesaw`: divided, to the result, or as a state of float32 for `combine`.
 
-A warpgroup has half of the columns. A state is written as the registers lie, 32 bytes a row at once. In an order of its
-own, 512 bytes a warp at once, the kernel ended 3 us earlier and the merge, which must read that order, 3 us later.
+A warpgroup has half of the columns. A state is written in the order in which registers hold it, so that a warp's store
+is one stretch of 512 bytes: 8 rows lie together, of them 16 columns at a time, of those row after row, and of a row the
+four numbers that one thread has, which are columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. `combine` reads that order.
 
 Axes: 64 rows (token, head) of a tile, 256 columns of a warpgroup.
 """
@@ -48,8 +49,17 @@ def store_state(
         if COLUMN == 0:
             gl.store(lse + row + offr, log2_sum * LN2, mask=offr < inside)
     else:
-        slots = slot_row.to(gl.int64) + gl.arange(0, 64, layout=RO)
-        at_column = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, MO))
-        gl.store(part_out + slots[:, None] * 512 + at_column[None, :], o)
+        HELD: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 128], [0, 256], [0, 512], [0, 1024], [1, 0]],
+            lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+            warp_bases=[[2, 0], [4, 0]],
+            block_bases=[],
+            shape=[8, 2048],
+        )
+        state = o.reshape([8, 8, 16, 2, 4, 2]).permute((0, 2, 1, 4, 3, 5)).reshape([8, 2048])  # moves nothing
+        eights = gl.arange(0, 8, layout=gl.SliceLayout(1, HELD))
+        inner = gl.arange(0, 2048, layout=gl.SliceLayout(0, HELD))
+        to_part = part_out + slot_row.to(gl.int64) * 512 + COLUMN * 8
+        gl.store(to_part + eights[:, None] * 4096 + inner[None, :], gl.convert_layout(state, HELD))
         if COLUMN == 0:
             gl.store(part_lse + slot_row + offr, log2_sum)

@@ -39,6 +39,7 @@ from tiers.tier2_triton.hopper.device import (
     LEAST,
     LN2,
     MASKED,
+    ODD_PAGE,
     REQUEST,
     ROW,
     ROWS,
@@ -80,37 +81,35 @@ def producer(descs, bars, bufs, lists, M: gl.constexpr, STAGES: gl.constexpr, PA
     block = gl.load(at + FIRST)
     last = gl.load(at + LAST)
     here = spot_of(gl.load(at + EVEN_PAGE), pages, block, page_rows, PAGE)
+    coming = spot_of(gl.load(at + ODD_PAGE), pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
     turn = 0
     for item in range(count):
         top = last_page(pages, keys, PAGE)
-        coming = find_spot(table, pages, gl.minimum(block + 1, last - 1), page_rows, PAGE)
+        mbarrier.wait(q_empty, (item & 1) ^ 1)
+        load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, True, M)
+        for b in range(gl.where(item > 0, 0, block), last):
+            stage = turn % STAGES
+            phase = ((turn // STAGES) & 1) ^ 1
+            mbarrier.wait(left_empty.index(stage), phase)
+            mbarrier.expect(left_full.index(stage), 64 * 320 * 2)
+            load_keys(pool, here, top, 0, left_full.index(stage), left.index(stage), True, 256, PAGE)
+            load_keys(pool, here, top, 512, left_full.index(stage), rope.index(stage), True, 64, PAGE)
+            mbarrier.wait(right_empty.index(stage), phase)
+            mbarrier.expect(right_full.index(stage), 64 * 256 * 2)
+            load_keys(pool, here, top, 256, right_full.index(stage), right.index(stage), True, 256, PAGE)
+            here = coming
+            coming = find_spot(table, pages, gl.minimum(b + 2, last - 1), page_rows, PAGE)
+            turn += 1
         entry += FIELDS
         next_pages = gl.load(entry + REQUEST).to(gl.int64) * table_stride
         next_row = gl.load(entry + ROW)
         next_blocks = gl.load(entry + BLOCKS)
         next_start = gl.load(entry + START)
         keys = gl.load(entry + KEYS)
-        next_here = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
-        mbarrier.wait(q_empty, (item & 1) ^ 1)
-        load_query(q_desc, q_pe_desc, row, q_full, ql, qr, qt, True, M)
-        for b in range(block, last):
-            stage = turn % STAGES
-            phase = ((turn // STAGES) & 1) ^ 1
-            now = here
-            here = coming
-            coming = find_spot(table, pages, gl.minimum(b + 2, last - 1), page_rows, PAGE)
-            mbarrier.wait(left_empty.index(stage), phase)
-            mbarrier.expect(left_full.index(stage), 64 * 320 * 2)
-            load_keys(pool, now, top, 0, left_full.index(stage), left.index(stage), True, 256, PAGE)
-            load_keys(pool, now, top, 512, left_full.index(stage), rope.index(stage), True, 64, PAGE)
-            mbarrier.wait(right_empty.index(stage), phase)
-            mbarrier.expect(right_full.index(stage), 64 * 256 * 2)
-            load_keys(pool, now, top, 256, right_full.index(stage), right.index(stage), True, 256, PAGE)
-            turn += 1
+        here = spot_of(gl.load(entry + EVEN_PAGE), next_pages, block * 0, page_rows, PAGE)
+        coming = spot_of(gl.load(entry + ODD_PAGE), next_pages, gl.minimum(1, next_blocks - 1), page_rows, PAGE)
         pages = next_pages
         row = next_row
-        here = next_here
-        block = 0 * block
         last = cut(stretch - next_start, next_blocks)
 
 
@@ -125,8 +124,8 @@ def scores_of_few(k, q, s, M: gl.constexpr):
 
 @gluon.jit
 def block_step(
-    o0, o1, sums, m, turn, base, bound, end, scale, bars, bufs,
-    M: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, EDGE: gl.constexpr,
+    o0, o1, sums, m, turn, base, edge, bound, end, scale, bars, bufs,
+    M: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores^T = K q^T, weights, and both halves of the output^T = V^T weights^T over one block of 64 keys."""
     q_full, q_empty, left_full, right_full, left_empty, right_empty = bars
@@ -142,7 +141,7 @@ def block_step(
     mbarrier.wait(right_full.index(stage), phase)
     s = scores_of_few(k_right, qr, s, M)
     s = warpgroup_mma_wait(0, deps=[s])
-    if EDGE:
+    if edge:
         keys = base + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         s = gl.where(keys[:, None] < bound[None, :], s, MASKED)
     top = gl.maximum(m, gl.max(s, 0) * scale)
@@ -151,10 +150,9 @@ def block_step(
     weights.store(p.to(weights.dtype))
     fence_async_shared()
     thread_barrier()
-    if EDGE:
-        if end - base < 64:
-            zero_rows(k_left, end - base)
-            zero_rows(k_right, end - base)
+    if end - base < 64:
+        zero_rows(k_left, end - base)
+        zero_rows(k_right, end - base)
     o0 = o0 * a[None, :]
     o0 = warpgroup_mma(k_left.permute((1, 0)), weights, o0, is_async=True)
     o1 = o1 * a[None, :]
@@ -204,17 +202,11 @@ def consumer(
         sums = gl.zeros([64, M], gl.float32, layout=LAYOUT)
         m = gl.full([M], MASKED, gl.float32, layout=COLUMNS)
         first = block
-        plain = gl.minimum(gl.maximum(least // 64 - block, 0), last - block - 1)
         mbarrier.wait(q_full, item & 1)
-        for _ in range(plain):
-            o0, o1, sums, m = block_step(
-                o0, o1, sums, m, turn, block * 64, bound, keys, times, bars, bufs, M, STAGES, LAYOUT, False
-            )
-            turn += 1
-            block += 1
         for _ in range(last - block):
+            edge = block * 64 + 64 > least
             o0, o1, sums, m = block_step(
-                o0, o1, sums, m, turn, block * 64, bound, keys, times, bars, bufs, M, STAGES, LAYOUT, True
+                o0, o1, sums, m, turn, block * 64, edge, bound, keys, times, bars, bufs, M, STAGES, LAYOUT
             )
             turn += 1
             block += 1
