@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -302,6 +303,11 @@ def test_variants_of_one_name_are_told_apart_by_what_differs(monkeypatch):
         table.declared("x")
 
 
+COMPILED = """
+import tiers.tier2_triton.aot_table as t, mla.aot as aot
+entry = next(iter(t.declared('{kernel}').values()))
+with aot._compiler(): asm = aot._compile(entry, aot.kernel_of(entry), 'sm_90').asm
+"""
 OVERWRITTEN = {"even", "odd", "m"}  # made anew in every turn, or used by one of the two warpgroups alone
 
 
@@ -316,13 +322,7 @@ OVERWRITTEN = {"even", "odd", "m"}  # made anew in every turn, or used by one of
 )
 def test_no_loop_forgets_what_it_carries(kernel, known):
     """Triton drops a carried number that only bounds a loop within, which keeps its first value then."""
-    program = (
-        "import sys, tiers.tier2_triton.aot_table as t, mla.aot as aot\n"
-        f"entry = t.declared('{kernel}')[next(iter(t.declared('{kernel}')))]\n"
-        "with aot._compiler(): asm = aot._compile(entry, aot.kernel_of(entry), 'sm_90').asm\n"
-        "print(asm['source'], '\\n=====\\n', asm['ttgir'])"
-    )
-    code, said = child("-c", program)
+    code, said = child("-c", COMPILED.format(kernel=kernel) + "print(asm['source'], '\\n=====\\n', asm['ttgir'])")
     assert code == 0, said
     source, compiled = (carried(text) for text in said.split("====="))
     assert known <= compiled
@@ -333,3 +333,34 @@ def carried(text: str) -> set[str]:
     """Names of all numbers that loops of this intermediate code carry, without what tells them apart."""
     lists = re.findall(r"scf\.for .*?iter_args\((.*?)\) ->", text)
     return {re.sub(r"_\d+$", "", name) for names in lists for name in re.findall(r"%(\w+) =", names)}
+
+
+@needs_triton
+@pytest.mark.parametrize(("kernel", "own", "table_entries"), [("hopper.swap", 18, 0), ("hopper.seesaw", 24, 2)])
+def test_what_a_part_without_work_reads(kernel, own, table_entries):
+    """Its own entry, and in `seesaw` one of the table, in each warpgroup: `plan_hopper` makes one where none is."""
+    code, said = child("-c", COMPILED.format(kernel=kernel) + "print(asm['ttgir'])")
+    assert code == 0, said
+    assert Counter(unconditional(said)) == Counter({"%part": own, "%table": table_entries})
+
+
+def unconditional(text: str) -> list[str]:
+    """What each load is from that stands in no loop and behind no condition, as an argument of the kernel."""
+    given = re.search(r"ttg\.warp_specialize\((.*?)\)", text)[1].split(", ")
+    taken = re.findall(r"(%\w+): ", re.search(r"partition0\((.*?)\) num_warps", text)[1])
+    origin, loops, depth, found = dict(zip(taken, given, strict=True)), [], 0, []
+    for line in text.splitlines():
+        depth += line.count("{") - line.count("}")
+        while loops and depth < loops[-1]:
+            loops.pop()
+        if " = tt.addptr " in line:
+            name, base = re.match(r"\s*(%\w+) = tt\.addptr (%\w+)", line).groups()
+            origin[name] = base
+        elif not loops and (load := re.match(r"\s*%\w+ = tt\.load (%\w+) :", line)):
+            place = load[1]
+            while place in origin:
+                place = origin[place]
+            found.append(place)
+        if "scf.for" in line or "scf.while" in line:
+            loops.append(depth)
+    return found

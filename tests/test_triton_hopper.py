@@ -131,6 +131,17 @@ def test_a_round_lists_every_row_once_and_keys_in_no_unit_without_them(monkeypat
     assert (step.work[0, 5], step.work[0, 6]) == (70, 67)
 
 
+def test_padding_alone_has_a_table_of_one_entry(monkeypatch):
+    """A part without work reads one before it knows that it has none."""
+    monkeypatch.setattr(hopper_rounds, "processors", lambda device: 132)
+    batch = AttentionBatch.bottom_right([], [], [], page_size=64, num_pages=1, pad_tokens=3, device=DEVICE)
+    assert batch.block_table.numel() == 0
+    (step,) = plan_absorbed(on_hopper(N=64), batch, range(0), None, True)
+    assert step.tokens == 3
+    assert step.block_table.tolist() == [[0]]
+    assert step.part[:, 10].eq(0).all()
+
+
 def test_a_refilled_plan_lists_the_new_batch_with_nothing_of_the_old(monkeypatch):
     """What a graph was captured for is filled again in place; else the lists of the old step have another size."""
     monkeypatch.setattr(hopper_rounds, "processors", lambda device: 132)

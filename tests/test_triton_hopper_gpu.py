@@ -33,6 +33,15 @@ def test_every_length_from_1_to_300(N, page_size):
     case.check(case.run("triton:hopper"))
 
 
+@pytest.mark.parametrize("N", [3, 64, 128])
+def test_padding_alone_is_nothing_to_do(N):
+    """There is no block table then, and what reads its first entry anyway ends the process."""
+    case = case_of([], [], N, pad_tokens=3)
+    state = case.run("triton:hopper")
+    assert state.out.eq(0).all()
+    assert state.lse.eq(float("-inf")).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("N", "query_len"), [(16, 1), (5, 5), (64, 1), (70, 3), (128, 2)])
 def test_every_number_of_parts(N, query_len, dtype, monkeypatch):

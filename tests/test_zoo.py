@@ -49,6 +49,7 @@ CASES = [
     toy("verify_4", "peaked", "f32", repeats=5),
     toy("edge_across_128", "randn", "f32"),
     toy("long_short_pairs", "needle_end", "f16", 64),  # a worker does two requests in a row
+    toy("only_padding", "randn", "f32"),  # no block table
     toy("1q40s61", "randn", "f32"),  # rows that see one key of a tile, in the middle of packed ones
 ]
 SMALL = [name for name, f in FAULTS.items() if f.suite != "large"]
@@ -146,6 +147,7 @@ def test_the_fault_is_caught_as_an_inner_kernel(name):
         "form_out_in_float64": "wrong_dtype",
         "form_tuple": "wrong_shape",
         "form_raises": "raised",
+        "form_reads_an_empty_table": "raised",
         "precision_weights_overflow": "not_finite",
         "tail_not_zeroed": "not_finite",
         "empty_plus_infinity": "not_finite",

@@ -106,8 +106,8 @@ def plan_hopper(
         if captured and c is not None:
             width = max(1, -(-c.max_seq_len // need.page_size))
             bounds_, table_ = new(c.max_tokens), new(c.max_requests, width)
-        else:
-            bounds_, table_ = bounds.contiguous(), table.contiguous()
+        else:  # a batch of nothing but padding has no table, and parts without work read an entry before they know
+            bounds_, table_ = bounds.contiguous(), table.contiguous() if table.numel() else new(1, 1)
         step = HopperRound(
             rows, tokens, M, at_once, new(size, 4), new(size + 1, 16), new(size, 4), new(parts, 16), bounds_, table_
         )

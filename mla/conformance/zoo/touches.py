@@ -107,6 +107,12 @@ def raises(state: AttentionState, call: Call) -> AttentionState:
     raise RuntimeError("no kernel image is available for execution on the device")
 
 
+def first_entry(state: AttentionState, call: Call) -> AttentionState:
+    """Look up a page before anything is known of the requests, whatever out (T, N, V) is."""
+    call.plan.batch.block_table.flatten()[0]
+    return state
+
+
 def clear_tail(state: AttentionState, call: Call) -> AttentionState:
     """Zero the rows behind the last key of every request, so that they can be read, before out (T, N, V) is made."""
     for b, S in enumerate(call.plan.batch.seq_lens_host):
@@ -197,6 +203,10 @@ TOUCHES = [
         result=lambda state, call: AttentionState(state.out.clone(), state.lse),
     ),
     around("form_raises", "form", "T5", "The kernel raises.", result=raises),
+    around(
+        "form_reads_an_empty_table", "form", "C6", "The block table is read where no request has an entry.",
+        result=first_entry,
+    ),
     around(
         "memory_query_changed", "memory", "U2", "The query is changed in place.",
         result=changed(lambda call: call.q.nope),

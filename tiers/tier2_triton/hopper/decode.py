@@ -40,11 +40,11 @@ def decode(
 ) -> None:
     """Attend absorbed queries, q_latent (T, N, 512) and q_pe (T, N, 64), over the pages of data (pages, page, 576).
 
-    Writes out (T, N, 512), dense, in the query's dtype and lse (T, N) float32, natural. block_table (B, max_pages) and
-    row_kv_lens (T,) are int32; units (U, 4), work (U + 1, 16), merges (U, 4), part (p, 16) int32 are those of
-    `schedule`, for units of M rows: 16 or 32, or whole tiles of 64. part_out (2 p, M, 512) and part_lse (2 p, M),
-    float32, take the states of units that are cut, those of 64 rows in the order of `store`. Scores of a row are
-    multiplied by row_scale (T, N) float32, dense, where it is given. Waits for the device nowhere.
+    Writes out (T, N, 512), dense, in the query's dtype and lse (T, N) float32, natural. block_table (B, max_pages), of
+    one entry at least, and row_kv_lens (T,) are int32; units (U, 4), work (U + 1, 16), merges (U, 4), part (p, 16)
+    int32 are those of `schedule`, for units of M rows: 16 or 32, or whole tiles of 64. part_out (2 p, M, 512) and
+    part_lse (2 p, M), float32, take the states of units that are cut, those of 64 rows in the order of `store`. Scores
+    of a row are multiplied by row_scale (T, N) float32, dense, where it is given. Waits for the device nowhere.
     Raises ValueError for a cache whose rows cannot be described.
     """
     N, page = q_latent.shape[1], data.shape[1]
