@@ -105,6 +105,7 @@ def check(
     lse: Annotated[bool, options.LSE] = True,
     faults: Annotated[bool, options.FAULTS] = False,
     isolate: Annotated[bool | None, options.ISOLATE] = None,
+    jobs: Annotated[int, options.JOBS] = 1,
     timeout: Annotated[float, options.TIMEOUT] = 60.0,
     stop: Annotated[bool, options.STOP] = False,
     every: Annotated[bool, options.ALL] = False,
@@ -121,7 +122,7 @@ def check(
 
     asked = options.Asked(
         tuple(tiers or ()), suite, tuple(case or ()), seed, level, lse, faults, isolate, timeout, stop, every, junit,
-        baseline, watch, tuple(pin or ()),
+        baseline, watch, tuple(pin or ()), jobs,
     )  # fmt: skip
     return run_check(run, asked, tier_of)
 

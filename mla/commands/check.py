@@ -24,6 +24,7 @@ from mla.conformance.isolate import Child, check_isolated, command_of, serve, tr
 from mla.conformance.latent import run_latent_case
 from mla.conformance.pins import parse_pins, pinned
 from mla.conformance.runner import inputs_of
+from mla.conformance.spread import Results, Spread
 from mla.conformance.trial import Trial
 from mla.errors import bad
 from mla.settings import RunSettings, TierPair, load_settings, parse_tier
@@ -36,7 +37,6 @@ TOLD = ("form", "max_workspace_tokens", "tune_file")
 POLL = 0.3
 
 TierOf = Callable[[str | TierPair, RunSettings], Tier]
-Results = Callable[[str, Sequence[Case]], Iterator[Result]]
 Notes = Callable[[Case], list[str]]
 
 
@@ -85,6 +85,9 @@ def subject(
     """Return a tier's name, whether it has an inner kernel, and how it is run and asked: here, or in a child."""
     most = float("inf") if asked.every else DIAGNOSED
     if isolated(spec, asked):
+        if asked.jobs > 1:
+            got, fix = f"{asked.jobs} and {spec} in a process of its own", "add --no-isolate, or drop --jobs"
+            raise bad("--jobs", expected="1 beside --isolate", got=got, fix=fix)
         told = {name: getattr(settings, name) for name in TOLD}
         told["tune_file"] = None if settings.tune_file is None else str(settings.tune_file)
         hello = {"tier": spec, "threads": settings.threads, "settings": told}
@@ -100,10 +103,20 @@ def subject(
         return child.tier, loaded.kind == "latent", run, ask
     tier = tier_of(parse_tier(spec), settings)
     notes = lambda case: _notes(tried(tier, "notes", case, inputs_of(case, device), device))
-    return tier.name, getattr(tier, "latent", None) is not None, partial(run_here, tier, device, most), notes
+    run = partial(run_here, tier, device, most)
+    if asked.jobs > 1:
+        make = partial(runner, spec, settings, device, most, tier_of)
+        run = open_children.enter_context(Spread(asked.jobs, make)).results
+    return tier.name, getattr(tier, "latent", None) is not None, run, notes
 
 
-def run_here(tier: Tier, device: str, most: float, level: str, cases: Sequence[Case]) -> Iterator[Result]:
+def runner(spec: str, settings: RunSettings, device: str, most: float, tier_of: TierOf) -> Results:
+    """Return `run_here` of a tier, in a process that runs a part of the cases."""
+    take_threads(settings.threads)
+    return partial(run_here, tier_of(parse_tier(spec), settings), device, most)
+
+
+def run_here(tier: Tier, device: str, most: float, level: str, cases: Iterable[Case]) -> Iterator[Result]:
     """Yield the results of a tier, or of its inner kernel, in this process."""
     if level == "attend":
         yield from conformance.check(tier, cases, device=device, most_diagnosed=most)

@@ -29,6 +29,7 @@ class Asked:
     baseline: str | None = None
     watch: bool = False
     pins: tuple[str, ...] = ()
+    jobs: int = 1
 
     def check(self) -> None:
         """Raise ValueError for options that make no sense, alone or together."""
@@ -36,6 +37,8 @@ class Asked:
             raise bad("--level", expected=f"one of {', '.join(LEVELS)}", got=repr(self.level), fix="or leave it out")
         if not 0 < self.timeout < 1e6:
             raise bad("--timeout", expected="seconds above 0", got=str(self.timeout), fix="--timeout 60")
+        if self.faults and self.jobs > 1:
+            raise bad("--jobs", expected="1 beside --faults", got=str(self.jobs), fix="drop one of them")
         if self.faults and self.given("tiers"):
             got = f"--faults and {', '.join(self.tiers)}"
             raise bad("tier", expected="none beside --faults, which checks the suite", got=got, fix="drop one of them")
@@ -66,6 +69,7 @@ FAULTS = typer.Option("--faults", help="Check the suite instead: which case catc
 ISOLATE = typer.Option(
     "--isolate/--no-isolate", help="Run tiers in processes of their own. [files and other packages' tiers]"
 )
+JOBS = typer.Option(metavar="N", min=1, help="Run cases in so many processes at once, on one device.")
 TIMEOUT = typer.Option(metavar="SECONDS", help="Limit of a case in such a process; the first one has five times that.")
 STOP = typer.Option("--stop", help="Stop at the first failure.")
 ALL = typer.Option("--all", help="Print every case and diagnose every failure.")
