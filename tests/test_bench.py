@@ -336,6 +336,20 @@ def test_a_report_of_a_gpu_is_in_microseconds_beside_its_ceilings():
     assert "compilation included: fast 2,500 ms" in notes
 
 
+def test_a_batch_of_many_kinds_of_request_leaves_room_for_the_figures():
+    result = bench_together([tiers.get("naive:mqa")], CASE, 1)[0]
+    where = {"environment": {"cpu": "c", "cpus": 2, "threads": 1, "device": "cpu", "torch": "2.11"}}
+    model = dict.fromkeys("HNLPRV", 1) | {
+        "name": "toy", "softmax_scale": 1.0, "dtype": "float32", "layout": "float32", "row_bytes": 160, "mha_bytes": 9,
+    }  # fmt: skip
+    record = where | bench_record(model, preset("deepseek-v3"), [("fast", result)], None, [])
+    record["rows"][0]["batch"] = "_".join(f"1q1s{n}" for n in range(40, 104))
+    _, grid, *_ = bench_blocks(record)
+    assert grid.rows[0][1] == "64 kinds of request: 1q1s40, 1q1s41, ..."
+    record["rows"][0]["batch"] = "3q1s40_1q4s9"
+    assert bench_blocks(record)[1].rows[0][1] == "3q1s40_1q4s9"
+
+
 def test_nvidia_smi_is_asked_for_one_gpu_and_its_silence_is_none():
     asked = []
     said = "1755, 1980, 3201, 612.33, [N/A], 41, 580.95.05\n"

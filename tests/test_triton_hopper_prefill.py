@@ -255,13 +255,7 @@ def test_the_launch_has_the_sizes_of_its_tensors(size, boxes, keys, value, modul
     arguments = module.problem(size, torch.bfloat16, "cpu").arguments
     (grid,), given = launched(module, monkeypatch, arguments)
     assert grid == 2  # the processors of "cpu", as a program takes tile after tile
-    assert (given["BOXES"], given["BN"], given["V"], given["STAYS"], given["TURNS"]) == (
-        boxes,
-        keys,
-        value,
-        True,
-        False,
-    )
+    assert (given["BOXES"], given["BN"], given["V"], given["STAYS"]) == (boxes, keys, value, True)
     blocks = {name: tuple(x.block_shape) for name, x in given.items() if name.endswith("_desc")}
     assert blocks == dict.fromkeys(("q_desc", "q_pe_desc"), (64, 64)) | dict.fromkeys(
         ("k_desc", "k_pe_desc"), (keys, 64)
@@ -346,7 +340,7 @@ def test_the_reference_is_attention_row_by_row(size, P, V, module):
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", ["toy", "wide"])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_on_a_gpu_it_is_its_reference(number, size, dtype, module):
     def problem(_, *given):
         found = module.problem(size, *given)

@@ -7,6 +7,7 @@ from typing import Any
 from pieces import RESULTS, dated, escape, html_table, record, where
 
 from mla.batch import parse_batch
+from mla.commands.report import short_batch
 
 COLOURS = ("latent", "rope", "per-head", "query", "error")
 SHAPES = {
@@ -62,20 +63,14 @@ def bench_rows(rec: dict[str, Any]) -> list[list[str]]:
         if not t:
             kind = "cell-refused" if r["status"] == "refused" else "cell-failed"
             said = f"{escape(r['status'])}: {escape(' '.join(r['reasons']))}"
-            rows.append([name, short(r["batch"]), f'<td class="{kind} say" colspan="7">{said}</td>'])
+            rows.append([name, short_batch(r["batch"]), f'<td class="{kind} say" colspan="7">{said}</td>'])
             continue
         rows.append([
-            name, short(r["batch"]), *time_cells(t), f"{t.get('how', 'host')}, {t['repeats']}",
+            name, short_batch(r["batch"]), *time_cells(t), f"{t.get('how', 'host')}, {t['repeats']}",
             percent(r.get("percent_of_copy")), percent(r.get("percent_of_matmul")),
             f"{plan['median_ms']:.3g}" if plan else "-", f"{max(float(r['used_out']), float(r['used_lse'])):.2f}",
         ])  # fmt: skip
     return rows
-
-
-def short(batch: str) -> str:
-    """Return a batch as a table can hold it: many single requests are counted."""
-    count = batch.count("_") + 1
-    return batch if count < 8 else f"{count} requests: {', '.join(batch.split('_')[:2])}, ..."
 
 
 def beside(records: list[tuple[str, dict[str, Any]]], peer: str = "docs/tools/flashmla_kernel.py") -> str:
@@ -90,7 +85,7 @@ def beside(records: list[tuple[str, dict[str, Any]]], peer: str = "docs/tools/fl
                 continue
             rows += [
                 [
-                    f"<code>{escape(tier)}</code>", str(rec["model"]["N"]), short(batch), f"{us:.1f}",
+                    f"<code>{escape(tier)}</code>", str(rec["model"]["N"]), short_batch(batch), f"{us:.1f}",
                     f"{found[peer]:.1f}", f"<strong>{us / found[peer]:.3f}</strong>",
                     f'<a href="../{name}">record</a>',
                 ]

@@ -6,7 +6,7 @@ Axes: N heads, L KV rank, P nope, R rope, V value.
 from collections.abc import Sequence
 
 from mla.commands.output import Block, Grid
-from mla.commands.report import Record, count, mebi, model_line, number, ratio, sentences_of
+from mla.commands.report import Record, count, mebi, model_line, number, ratio, sentences_of, short_batch
 
 
 def bench_blocks(record: Record) -> list[Block]:
@@ -23,7 +23,11 @@ def bench_blocks(record: Record) -> list[Block]:
         *("cache\nB/token", "MHA\nB/token", "workspace\nMiB", "at most\nMiB"),
     )
     rows = [_bench_row(row, on_gpu, bound) for row in record["rows"]]
-    gates = [{**row, "name": f"{row['tier']} on {row['batch']}"} for row in record["rows"] if row["status"] != "ok"]
+    gates = [
+        {**row, "name": f"{row['tier']} on {short_batch(row['batch'])}"}
+        for row in record["rows"]
+        if row["status"] != "ok"
+    ]
     notes = "\n".join([LEVEL_LINES[record["level"]], BENCH_LINES, *_first_calls(record), *([GPU_LINES] * on_gpu)])
     grid = Grid(titles, rows, keys=2, cuts=(9,))
     return [_bench_head(record), grid, notes, *_layer_blocks(record), *sentences_of(gates)]
@@ -74,7 +78,7 @@ def _layer_blocks(record: Record) -> list[Block]:
         (
             *(
                 row["name"],
-                row["batch"],
+                short_batch(row["batch"]),
                 *(number(row["timing"][key], 3) for key in ("median_ms", "low_ms", "high_ms")),
             ),
             *(number(row["faster"], 1), number(row["tokens_per_second"], 0), number(row["cache_bytes_per_token"], 0)),
@@ -108,7 +112,12 @@ def _bench_row(row: Record, on_gpu: bool, bound: bool) -> tuple[str, ...]:
     shares = (number(row["percent_of_copy"], 1), number(row["percent_of_matmul"], 1), attend.get("how", "-"))
     bounds = (number(row["bound_ms"], 3), number(row["times_bound"], 1), number(row["percent_of_roofline"], 1))
     return (
-        *(row["tier"], row["batch"], row["status"], ratio(row["used_out"] if row["status"] != "refused" else None)),
+        *(
+            row["tier"],
+            short_batch(row["batch"]),
+            row["status"],
+            ratio(row["used_out"] if row["status"] != "refused" else None),
+        ),
         *(number(scale(attend.get(f"{which}_ms"), factor), digits) for which in ("median", "low", "high")),
         number(scale(plan.get("median_ms"), 1e3), 1),
         number(scale(write.get("median_ms"), factor), digits),

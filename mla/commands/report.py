@@ -119,6 +119,12 @@ def count(n: int, word: str) -> str:
     return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
+def short_batch(batch: str) -> str:
+    """Write a batch as a table can hold it: of many groups of requests, the first two."""
+    groups = batch.split("_")
+    return batch if len(groups) < 8 else f"{len(groups)} kinds of request: {', '.join(groups[:2])}, ..."
+
+
 def text(value: Any) -> str:
     """Write the value of a setting as the command line takes it."""
     if value is None:

@@ -15,7 +15,6 @@ last. Heads that run side by side are so few that their keys and values stay in 
     q0_full, q0_empty, q1_full, q1_empty    the query rows of either warpgroup, one phase a tile
     k_full, k_empty, v_full, v_empty        of each stage; empty when both warpgroups have said so
     next_full, next_empty                   the number of the next tile
-    own_turn, other_turn                    if TURNS, who may start products: the other, as soon as one has started its
 
 Masks are in the first block and in those past the lowest bound. Source: FlashAttention-3 (arXiv 2407.08608), algorithm
 2 and section 3.1; DeepSeek-V2 (arXiv 2405.04434), eqs. 9 to 18.
@@ -44,21 +43,20 @@ L2_BYTES = 32 << 20  # what keys and values of the heads side by side may take
 
 
 class HopperTile(NamedTuple):
-    """Rows (128); `stays`: a program takes tile after tile; `turns`: warpgroups start their products in turns."""
+    """Rows (128); `stays`: a program takes tile after tile."""
 
     block_m: int = 128
     stays: bool = True
-    turns: bool = False
 
 
 TILE = HopperTile()
 TOY = ((0, 221, 0, 337, 0, 0, 0), (221, 65, 337, 129, 16, 221, 1), (286, 190, 466, 200, 0, 286, 2), (476, 3) + (0,) * 5)
-TILES = (TILE, HopperTile(turns=True), HopperTile(stays=False), HopperTile(stays=False, turns=True))
+TILES = (TILE, HopperTile(stays=False))
 
 
 def prefill(
     q_nope: Tensor, q_pe: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, row_kv_lens: Tensor, tiles: Tensor,
-    acc: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, tile: tuple[int, bool, bool] = TILE,
+    acc: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, tile: tuple[int, bool] = TILE,
     together: int | None = None,
 ) -> None:  # fmt: skip
     """Attend as `kernels.prefill.prefill` does, with the same work list: `softmax(scale q k^T) v` over every tile.
@@ -71,7 +69,7 @@ def prefill(
     """
     if tiles.shape[0] == 0:
         return
-    _, stays, turns = tile
+    stays = tile[1]
     P = q_nope.shape[2] if q_nope.shape[2] in SIZES else 128
     V, BN = SIZES[P]
     N, n = q_nope.shape[1], max(1, k_nope.shape[0])
@@ -90,7 +88,7 @@ def prefill(
     _prefill_kernel[(grid,)](
         *descriptors, row_kv_lens, tiles, counter, acc, out, lse, tiles.shape[0], N, together,
         q.stride(1), pe.stride(1), k_nope.stride(1), v.stride(1), *acc.stride()[:2], *out.stride()[:2], *lse.stride(),
-        softmax_scale / LN2.value, P // 64 + 1, BN, V, stays, turns, num_warps=4,
+        softmax_scale / LN2.value, P // 64 + 1, BN, V, stays, num_warps=4,
     )  # fmt: skip
 
 
@@ -140,7 +138,7 @@ def compile_entry(kind: str, tile: HopperTile, out: str = "", P: int = 128) -> C
     found |= dict.fromkeys(("bounds", "tiles", "counter"), "*i32") | dict.fromkeys(("acc", "lse"), "*fp32")
     found |= dict.fromkeys(("num_tiles", "N", "together", "head_q", "head_pe", "head_k", "head_v"), "i32")
     found |= dict.fromkeys(("lse_t", "lse_n"), "i32") | dict.fromkeys(("acc_t", "acc_n", "out_t", "out_n"), "i32:16")
-    constants = {"BOXES": P // 64 + 1, "BN": BN, "V": V, "STAYS": tile.stays, "TURNS": tile.turns}
+    constants = {"BOXES": P // 64 + 1, "BN": BN, "V": V, "STAYS": tile.stays}
     name = f"prefill {kind}{' to ' + out if out else ''}{f', {P + 64}/{V}' * (P != 128)}"
-    name += f"{', stays' * tile.stays}{', in turns' * tile.turns}"
+    name += ", stays" * tile.stays
     return Compile(_prefill_kernel, found, constants, 4, targets=("sm_90",), name=name)

@@ -142,8 +142,8 @@ def weigh(s, m, bound, base, scale, EDGE: gl.constexpr):
 
 @gluon.jit
 def step(
-    o, p, m, total, turn, steps, base, bound, scale, bars, bufs,
-    MS: gl.constexpr, MO: gl.constexpr, TURNS: gl.constexpr, SECOND: gl.constexpr, EDGE: gl.constexpr,
+    o, p, m, total, turn, base, bound, scale, bars, bufs,
+    MS: gl.constexpr, MO: gl.constexpr, SECOND: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of block `turn`, and the product of the weights p of the block before with its values.
 
@@ -151,20 +151,16 @@ def step(
     for the same values returns at once; without a branch there, ptxas moves the wait for their product before the
     exponentials, and nothing overlaps.
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, own_turn, other_turn = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = bars
     q, k, v, slot = bufs
     stage = turn % STAGES
     before = (turn - 1) % STAGES
     before_phase = ((turn - 1) // STAGES) & 1
     mbarrier.wait(k_full.index(stage), (turn // STAGES) & 1)
-    if TURNS:
-        mbarrier.wait(own_turn, (steps & 1) ^ (1 - SECOND))
     s = scores(q, k, stage, SECOND, MS)
     mbarrier.wait(v_full.index(before), before_phase)
     weights = gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, MO, 2))
     o = hopper.warpgroup_mma(weights, v.index(before), hopper.warpgroup_mma_init(o), is_async=True)
-    if TURNS:
-        mbarrier.arrive(other_turn, count=1)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
     p, a, m = weigh(s, m, bound, base, scale, EDGE)
@@ -252,10 +248,10 @@ def begin(
 @gluon.jit
 def consumer(
     bars, bufs, lists, scale, results,
-    MS: gl.constexpr, MO: gl.constexpr, STAYS: gl.constexpr, TURNS: gl.constexpr, SECOND: gl.constexpr,
+    MS: gl.constexpr, MO: gl.constexpr, STAYS: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Four warps that compute the first or the second 64 rows of tile after tile."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, own_turn, other_turn = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = bars
     q, k, v, slot = bufs
     bounds, tiles, counter, num_tiles, N, together, head_q, head_pe, head_k, head_v = lists
     OFFSET: gl.constexpr = 64 * SECOND
@@ -263,7 +259,7 @@ def consumer(
     V: gl.constexpr = v.shape[2]
     RO: gl.constexpr = gl.SliceLayout(1, MO)
     index = gl.program_id(0)
-    turn, steps, count = 0, 0, 0
+    turn, count = 0, 0
     while index < num_tiles * N:
         item, head = locate(index, tiles, num_tiles, N, together)
         bound, local, has, most, plain, at_lse, m, o = begin(item, head, bounds, results, OFFSET, BN, V, MS, MO)
@@ -279,15 +275,11 @@ def consumer(
         turn += 1
         base = BN
         for _ in range(plain - 1):
-            o, p, m, total = step(
-                o, p, m, total, turn, steps, base, bound, scale, bars, bufs, MS, MO, TURNS, SECOND, False
-            )
-            turn, steps, base = turn + 1, steps + 1, base + BN
+            o, p, m, total = step(o, p, m, total, turn, base, bound, scale, bars, bufs, MS, MO, SECOND, False)
+            turn, base = turn + 1, base + BN
         for _ in range(blocks - plain):
-            o, p, m, total = step(
-                o, p, m, total, turn, steps, base, bound, scale, bars, bufs, MS, MO, TURNS, SECOND, True
-            )
-            turn, steps, base = turn + 1, steps + 1, base + BN
+            o, p, m, total = step(o, p, m, total, turn, base, bound, scale, bars, bufs, MS, MO, SECOND, True)
+            turn, base = turn + 1, base + BN
         mbarrier.arrive(q_empty, count=1)
         stage = (turn - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((turn - 1) // STAGES) & 1)
@@ -327,7 +319,7 @@ def new_stages(COUNT: gl.constexpr):
 def _prefill_kernel(
     q_desc, q_pe_desc, k_desc, k_pe_desc, v_desc, bounds, tiles, counter, acc, out, lse, num_tiles, N, together,
     head_q, head_pe, head_k, head_v, acc_t, acc_n, out_t, out_n, lse_t, lse_n, scale,
-    BOXES: gl.constexpr, BN: gl.constexpr, V: gl.constexpr, STAYS: gl.constexpr, TURNS: gl.constexpr,
+    BOXES: gl.constexpr, BN: gl.constexpr, V: gl.constexpr, STAYS: gl.constexpr,
 ):  # fmt: skip
     MS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     MO: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V, 16])
@@ -340,16 +332,14 @@ def _prefill_kernel(
     mbarrier.init(next_empty, count=2)
     query0, query1 = (new_barrier(), new_barrier()), (new_barrier(), new_barrier())
     blocks = (new_stages(1), new_stages(2), new_stages(1), new_stages(2))
-    following, turn0, turn1 = (new_barrier(), next_empty), new_barrier(), new_barrier()
-    bars0 = query0 + blocks + following + (turn0, turn1)
-    bars1 = query1 + blocks + following + (turn1, turn0)
+    following = (new_barrier(), next_empty)
     bufs, descs = (q, k, v, slot), (q_desc, q_pe_desc, k_desc, k_pe_desc, v_desc)
     lists = (bounds, tiles, counter, num_tiles, N, together, head_q, head_pe, head_k, head_v)
     results = (acc, out, lse, acc_t, acc_n, out_t, out_n, lse_t, lse_n)
     gl.warp_specialize(
         [
-            (consumer, (bars0, bufs, lists, scale, results, MS, MO, STAYS, TURNS, False)),
-            (consumer, (bars1, bufs, lists, scale, results, MS, MO, STAYS, TURNS, True)),
+            (consumer, (query0 + blocks + following, bufs, lists, scale, results, MS, MO, STAYS, False)),
+            (consumer, (query1 + blocks + following, bufs, lists, scale, results, MS, MO, STAYS, True)),
             (producer, (descs, query0 + query1 + blocks + following, bufs, lists, STAYS)),
         ],
         [4, 1],
