@@ -28,6 +28,7 @@ __all__ = ["BenchResult", "Timing", "attend_calls", "bench_case", "bench_togethe
 LEVELS = ("attend", "latent")
 MOST_CAPTURED = 16  # new tokens of a request: a longer step is no decode, and its launches do not count
 WAVES, MOST_SPLITS, FEWEST_SPLITS = 4, 256, 8
+PAGES_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def bench_together(
     scene = scene_of(case, device, level)
     found = [_gated(tier, scene, graph) for tier in tiers]
     gates, ready, laps = [gate for gate, _ in found], [one for _, one in found], dict[int, Lap]()
-    _share_caches([one for one in ready if one is not None])
+    shared = _share_caches([one for one, gate in zip(ready, gates, strict=True) if one is not None and gate.ok])
     for i, one in enumerate(ready):
         if one is not None and gates[i].ok:
             try:
@@ -121,6 +122,13 @@ def bench_together(
                 continue
             one.forget()
     attended = dict(zip(laps, turns(list(laps.values()), repeats), strict=True))
+    for sharing, given_up in shared:
+        if not _same_bytes(sharing[0].cache, given_up):
+            names = ", ".join(one.tier.name for one in sharing)
+            for i in (i for i, one in enumerate(ready) if any(one is other for other in sharing)):
+                detail = f"the cache that {names} share was changed while they were timed"
+                gates[i] = dataclasses.replace(gates[i], status="mismatch", detail=detail)
+                attended.pop(i, None)
     return [
         _result(one, gate, attended.get(i), repeats) for i, (one, gate) in enumerate(zip(ready, gates, strict=True))
     ]
@@ -200,20 +208,30 @@ def _first(tier: Tier, need: Need, scene: Scene) -> Ready:
     return one
 
 
-def _share_caches(ready: Sequence[Ready]) -> None:
-    """Let tiers whose caches hold the same bytes read the first of these; one of another layout keeps its own."""
-    kept: list[PagedLatentCache] = []
+def _share_caches(ready: Sequence[Ready]) -> list[tuple[list[Ready], PagedLatentCache]]:
+    """Let tiers whose caches hold the same bytes in the same order read the first of these; return who shares one.
+
+    With each such group comes one of the caches that were given up, to see afterwards that nobody wrote.
+    """
+    groups: list[tuple[list[Ready], list[PagedLatentCache]]] = []
     for one in ready:
-        mine = one.cache.data
-        for other in kept:
-            same = type(other) is type(one.cache) and (mine.dtype, mine.shape) == (other.data.dtype, other.data.shape)
-            if same and torch.equal(
-                mine.view(torch.uint8), other.data.view(torch.uint8)
-            ):  # as bytes: NaN equals itself
-                one.cache = other
-                break
-        else:
-            kept.append(one.cache)
+        group = next((g for g in groups if _same_bytes(g[0][0].cache, one.cache)), None)
+        if group is None:
+            groups.append(([one], []))
+            continue
+        group[0].append(one)
+        group[1][:] = [one.cache]
+        one.cache = group[0][0].cache
+    return [(sharing, given_up[0]) for sharing, given_up in groups if given_up]
+
+
+def _same_bytes(a: PagedLatentCache, b: PagedLatentCache) -> bool:
+    """Whether two caches lie alike and hold the same bytes; NaN equals itself. Looked at by pages, for the memory."""
+    lie = [(type(x), x.data.dtype, x.data.shape, x.data.stride()) for x in (a, b)]
+    pages = (x.data.split(PAGES_AT_ONCE) for x in (a, b))
+    return lie[0] == lie[1] and all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(*pages, strict=True)
+    )
 
 
 def _result(one: Ready | None, gate: Result, attended: Timing | None, repeats: int) -> BenchResult:

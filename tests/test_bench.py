@@ -54,12 +54,33 @@ def test_caches_are_one_where_all_their_bytes_are_the_same():
     rows[1, 3] = float("nan")
     other = rows.clone()
     other[1, 3, 7] = 0.0
-    caches = [
-        PagedLatentCache(x, FloatRows(6, 2), 4) for x in (rows, rows.clone(), other, rows.double(), other.clone())
-    ]
+    apart = torch.zeros(2, 4, 16)[..., :8]
+    apart.copy_(rows)
+    given = (rows, rows.clone(), other, rows.double(), other.clone(), apart)
+    caches = [PagedLatentCache(x, FloatRows(6, 2), 4) for x in given]
     ready = [SimpleNamespace(cache=cache) for cache in caches]
-    bench._share_caches(ready)
-    assert [[one.cache is cache for cache in caches].index(True) for one in ready] == [0, 0, 2, 3, 2]
+    shared = bench._share_caches(ready)
+    assert [[one.cache is cache for cache in caches].index(True) for one in ready] == [0, 0, 2, 3, 2, 5]
+    assert [len(sharing) for sharing, _ in shared] == [2, 2]
+    assert [given_up is caches[i] for (_, given_up), i in zip(shared, (1, 4), strict=True)] == [True, True]
+
+
+def test_who_writes_to_a_shared_cache_is_told_with_all_who_read_it(monkeypatch):
+    calls = []
+    attend = type(tiers.get("paged")).attend
+
+    def vandal(tier, q, cache, *rest):
+        """Zero the cache once the gate is passed."""
+        calls.append(1)
+        if len(calls) > 12:
+            cache.data.zero_()
+        return attend(tier, q, cache, *rest)
+
+    monkeypatch.setattr(type(tiers.get("paged")), "attend", vandal)
+    results = bench_together([tiers.get("naive:mqa"), tiers.get("paged")], CASE, repeats=12)
+    assert [r.gate.status for r in results] == ["mismatch"] * 2
+    assert all("the cache that naive:mqa, paged share was changed" in r.gate.detail for r in results)
+    assert [r.attend for r in results] == [None, None]
 
 
 @pytest.fixture

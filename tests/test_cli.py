@@ -289,8 +289,12 @@ def test_compare_writes_the_record_to_stdout_and_the_table_to_stderr(trace):
         (["check", "--junit", "no/such/j.xml"], "--junit: expected the path of a file to write"),
         (["check", "--baseline", "absent.json"], "--baseline: expected a record written by mla check --json"),
         (["check", "--timeout", "0", "--isolate"], "timeout: expected seconds above 0, got 0"),
-        (["check", "--jobs", "2", "--isolate"], "--jobs: expected 1 beside --isolate, got 2 and paged in a process of"),
+        (
+            ["check", "--jobs", "2", "--isolate"],
+            "--jobs: expected 1 beside --isolate, got 2, and paged in a process of",
+        ),
         (["check", "--jobs", "2", "--faults"], "--jobs: expected 1 beside --faults, got 2"),
+        (["check", "--jobs", "2", "--suite", "large"], "--jobs: expected 1 beside --suite large, whose cases want"),
         (["cost", "--batch", "16x1"], "batch: "),
         (["cost", "--gpu", "h2000"], "--gpu: expected one of a100-80g, "),
         (["cost", "--gpu", "mine:1"], "or NAME:TFLOPS:GBPS, got 'mine:1'"),

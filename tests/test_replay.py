@@ -102,6 +102,11 @@ def test_a_tier_that_writes_the_wrong_slot_is_found_in_the_cache():
         def write(self, cache, kv_c, k_pe, slot_mapping):
             cache.write(kv_c, k_pe, torch.where(slot_mapping > 40, slot_mapping - 1, slot_mapping))
 
+        def new_cache(self, spec):  # what it leaves unwritten is read, and may be anything otherwise
+            cache = super().new_cache(spec)
+            cache.data.zero_()
+            return cache
+
     report = replay(make_spec(), REQUESTS, [Shifted("mha")])
     assert report.runs[0].status == "mismatch"
     assert "finds another kv_c" in report.runs[0].verdict.fault

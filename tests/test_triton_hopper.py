@@ -25,7 +25,7 @@ from tiers.tier2_triton.absorbed import plan_absorbed  # noqa: E402
 from tiers.tier2_triton.hopper import combine as combine_module  # noqa: E402
 from tiers.tier2_triton.hopper.combine import combine_reference  # noqa: E402
 from tiers.tier2_triton.hopper.combine import problem as combine_problem  # noqa: E402
-from tiers.tier2_triton.hopper.decode import as_rows, pool, rows_ahead  # noqa: E402
+from tiers.tier2_triton.hopper.decode import as_rows, decode, pool, rows_ahead  # noqa: E402
 from tiers.tier2_triton.hopper.schedule import COST, FAR, PIECE, problem, schedule, schedule_reference  # noqa: E402
 from tiers.tier2_triton.hopper_rounds import plan_hopper, rows_of_a_unit, why_not_hopper  # noqa: E402
 from tiers.tier2_triton.schedule import Piece  # noqa: E402
@@ -140,6 +140,19 @@ def test_padding_alone_has_a_table_of_one_entry(monkeypatch):
     assert step.tokens == 3
     assert step.block_table.tolist() == [[0]]
     assert step.part[:, 10].eq(0).all()
+
+
+@pytest.mark.parametrize(("T", "pages"), [(0, 3), (2, 0)])
+def test_what_no_descriptor_can_describe_is_answered_without_one(T, pages):
+    """No queries, or a cache without a page, and so without a key."""
+    ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32)
+    half = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
+    out, lse = half(T, 64, 512).fill_(7), torch.zeros(T, 64)
+    lists = ints(1, 1), ints(T), ints(1, 4), ints(2, 16), ints(1, 4), ints(4, 16)
+    states = torch.zeros(8 * 64, 512), torch.zeros(8 * 64)
+    decode(half(T, 64, 512), half(T, 64, 64), half(pages, 64, 576), *lists, *states, out, lse, 0.1, 64, 2)
+    assert out.eq(0).all()
+    assert lse.eq(float("-inf")).all()
 
 
 def test_a_refilled_plan_lists_the_new_batch_with_nothing_of_the_old(monkeypatch):

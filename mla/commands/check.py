@@ -44,6 +44,10 @@ def run_check(run: Run, asked: Asked, tier_of: TierOf) -> Outcome:
     """Do what `mla check` was asked for; `tier_of` looks a tier up. Raises ValueError for what makes no sense."""
     asked.check()
     asked = replace(asked, tiers=asked.tiers or ("paged",))
+    alone = [spec for spec in asked.tiers if asked.jobs > 1 and isolated(spec, asked)]
+    if alone:
+        got, fix = f"{asked.jobs}, and {alone[0]} in a process of its own", "add --no-isolate, or drop --jobs"
+        raise bad("--jobs", expected="1 beside --isolate", got=got, fix=fix)
     if asked.faults:
         return run_faults(run, asked)
     if asked.watch:
@@ -64,17 +68,18 @@ def checked(run: Run, asked: Asked, tier_of: TierOf) -> dict[str, Any]:
     """Run every case on every tier and return the record: a summary for each tier, a record for each case."""
     device, title = device_of(run.settings), f"check {', '.join(asked.tiers)}"
     by_tier: dict[str, tuple[str, list[Result], list[str]]] = {}
-    with progress(title, "cases") as tick, ExitStack() as open_children:
+    with progress(title, "cases") as tick:
         for spec in asked.tiers:
-            name, has_kernel, results, notes = subject(spec, asked, run.settings, device, tier_of, open_children)
-            if not name.isprintable():
-                raise bad("tier.name", expected="one line of printable text", got=repr(name), fix="rename the tier")
-            if name in by_tier:
-                got, fix = f"{by_tier[name][0]} and {spec}, both named {name}", "drop one, or rename it"
-                raise bad("tier", expected="tiers of different names", got=got, fix=fix)
-            done = run_jobs(jobs_of(asked, has_kernel), results, asked.stop, name, tick)
-            ran = next((r.case for r in done if r.status not in ("refused", "not_run")), None)
-            by_tier[name] = spec, done, [] if ran is None else notes(ran)
+            with ExitStack() as open_children:
+                name, has_kernel, results, notes = subject(spec, asked, run.settings, device, tier_of, open_children)
+                if not name.isprintable():
+                    raise bad("tier.name", expected="one line of printable text", got=repr(name), fix="rename the tier")
+                if name in by_tier:
+                    got, fix = f"{by_tier[name][0]} and {spec}, both named {name}", "drop one, or rename it"
+                    raise bad("tier", expected="tiers of different names", got=got, fix=fix)
+                done = run_jobs(jobs_of(asked, has_kernel), results, asked.stop, name, tick)
+                ran = next((r.case for r in done if r.status not in ("refused", "not_run")), None)
+                by_tier[name] = spec, done, [] if ran is None else notes(ran)
     again = partial(command_again, run, asked)
     return check_record(asked, by_tier, environment(device), again)
 
@@ -85,9 +90,6 @@ def subject(
     """Return a tier's name, whether it has an inner kernel, and how it is run and asked: here, or in a child."""
     most = float("inf") if asked.every else DIAGNOSED
     if isolated(spec, asked):
-        if asked.jobs > 1:
-            got, fix = f"{asked.jobs} and {spec} in a process of its own", "add --no-isolate, or drop --jobs"
-            raise bad("--jobs", expected="1 beside --isolate", got=got, fix=fix)
         told = {name: getattr(settings, name) for name in TOLD}
         told["tune_file"] = None if settings.tune_file is None else str(settings.tune_file)
         hello = {"tier": spec, "threads": settings.threads, "settings": told}
@@ -105,7 +107,7 @@ def subject(
     notes = lambda case: _notes(tried(tier, "notes", case, inputs_of(case, device), device))
     run = partial(run_here, tier, device, most)
     if asked.jobs > 1:
-        make = partial(runner, spec, settings, device, most, tier_of)
+        make = partial(runner, spec, settings, device, most / asked.jobs, tier_of)
         run = open_children.enter_context(Spread(asked.jobs, make)).results
     return tier.name, getattr(tier, "latent", None) is not None, run, notes
 
@@ -164,8 +166,8 @@ def run_jobs(
     done: list[Result] = []
     total, stopped = sum(len(cases) for _, cases in jobs), False
     tick(0, total)
-    for level, cases in jobs:
-        running = results(level, cases)
+    begun = [results(level, cases) for level, cases in jobs]  # with several processes all of them start now
+    for (level, cases), running in zip(jobs, begun, strict=True):
         for case in cases:
             if stopped:
                 done.append(Result(case, tier, "not_run", detail="stopped at the first failure", level=level))

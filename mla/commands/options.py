@@ -37,8 +37,9 @@ class Asked:
             raise bad("--level", expected=f"one of {', '.join(LEVELS)}", got=repr(self.level), fix="or leave it out")
         if not 0 < self.timeout < 1e6:
             raise bad("--timeout", expected="seconds above 0", got=str(self.timeout), fix="--timeout 60")
-        if self.faults and self.jobs > 1:
-            raise bad("--jobs", expected="1 beside --faults", got=str(self.jobs), fix="drop one of them")
+        if self.jobs > 1 and (self.faults or self.suite == "large"):
+            with_ = "--faults" if self.faults else "--suite large, whose cases want the memory for themselves"
+            raise bad("--jobs", expected=f"1 beside {with_}", got=str(self.jobs), fix="drop one of them")
         if self.faults and self.given("tiers"):
             got = f"--faults and {', '.join(self.tiers)}"
             raise bad("tier", expected="none beside --faults, which checks the suite", got=got, fix="drop one of them")

@@ -5,6 +5,8 @@ nothing but the machine: a device holds what all of them hold. What a tier print
 """
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -37,9 +39,15 @@ class Spread:
         self._pool.shutdown(cancel_futures=True)
 
     def results(self, level: str, cases: Iterable[Case]) -> Iterator[Result]:
-        """Yield a result for each case, in order. Raises ValueError where a process ends, which loses its case."""
+        """Start on all cases, and return an iterator of their results, in order.
+
+        It raises ValueError where a process ends, which loses its case, and RuntimeError for what is raised in one.
+        """
+        return self._ended(self._pool.map(partial(_one, level), cases))
+
+    def _ended(self, results: Iterator[Result]) -> Iterator[Result]:
         try:
-            yield from self._pool.map(partial(_one, level), cases)
+            yield from results
         except BrokenProcessPool as error:
             fix = "run it with --isolate, which says in which case, or without --jobs"
             raise bad("tier", expected="one that does not end its process", got=str(error), fix=fix) from None
@@ -49,16 +57,35 @@ _here: dict[str, Any] = {}
 
 
 def _start(make: Callable[[], Results]) -> None:
-    _here.update(results=make(), running={})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _here.update(results=make(), running={})
+    except Exception as error:  # raised by the first case: what an initializer raises breaks the pool without a word
+        _here["error"] = error
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended, however that came."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _one(level: str, case: Case) -> Result:
     """Run one case in this process, by the one iterator that it has for a level: what is counted over cases goes on."""
-    _here["case"] = case
-    running = _here["running"]
-    if level not in running:
-        running[level] = _here["results"](level, _cases())
-    return next(running[level])
+    try:
+        if "error" in _here:
+            raise _here["error"]
+        _here["case"] = case
+        running = _here["running"]
+        if level not in running:
+            running[level] = _here["results"](level, _cases())
+        return next(running[level])
+    except (ValueError, TypeError, OSError, ImportError):
+        raise
+    except Exception as error:  # one of a class of its own may not survive the way to the other process
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def _cases() -> Iterator[Case]:

@@ -47,6 +47,10 @@ def decode(
     of a row are multiplied by row_scale (T, N) float32, dense, where it is given. Waits for the device nowhere.
     Raises ValueError for a cache whose rows cannot be described.
     """
+    if not (q_latent.shape[0] and data.shape[0]):  # nothing to describe: no queries, or no keys for any
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
     N, page = q_latent.shape[1], data.shape[1]
     few, width = M <= FEW_ROWS, min(M, TILE)
     rows, page_rows = pool(data)
