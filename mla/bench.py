@@ -28,7 +28,7 @@ __all__ = ["BenchResult", "Timing", "attend_calls", "bench_case", "bench_togethe
 LEVELS = ("attend", "latent")
 MOST_CAPTURED = 16  # new tokens of a request: a longer step is no decode, and its launches do not count
 WAVES, MOST_SPLITS, FEWEST_SPLITS = 4, 256, 8
-PAGES_AT_ONCE = 1024
+PAGES_AT_ONCE = 1024  # looked at when caches are compared
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def bench_together(
     for sharing, given_up in shared:
         if not _same_bytes(sharing[0].cache, given_up):
             names = ", ".join(one.tier.name for one in sharing)
-            for i in (i for i, one in enumerate(ready) if any(one is other for other in sharing)):
-                detail = f"the cache that {names} share was changed while they were timed"
+            detail = f"the cache that {names} share was changed while they were timed"
+            for i in (ready.index(one) for one in sharing):
                 gates[i] = dataclasses.replace(gates[i], status="mismatch", detail=detail)
                 attended.pop(i, None)
     return [
@@ -213,16 +213,18 @@ def _share_caches(ready: Sequence[Ready]) -> list[tuple[list[Ready], PagedLatent
 
     With each such group comes one of the caches that were given up, to see afterwards that nobody wrote.
     """
-    groups: list[tuple[list[Ready], list[PagedLatentCache]]] = []
+    groups: list[list[Ready]] = []
     for one in ready:
-        group = next((g for g in groups if _same_bytes(g[0][0].cache, one.cache)), None)
+        group = next((group for group in groups if _same_bytes(group[0].cache, one.cache)), None)
         if group is None:
-            groups.append(([one], []))
-            continue
-        group[0].append(one)
-        group[1][:] = [one.cache]
-        one.cache = group[0][0].cache
-    return [(sharing, given_up[0]) for sharing, given_up in groups if given_up]
+            groups.append([one])
+        else:
+            group.append(one)
+    shared = [(group, group[-1].cache) for group in groups if len(group) > 1]
+    for sharing, _ in shared:
+        for one in sharing:
+            one.cache = sharing[0].cache
+    return shared
 
 
 def _same_bytes(a: PagedLatentCache, b: PagedLatentCache) -> bool:

@@ -399,7 +399,7 @@ def test_nvidia_smi_is_asked_for_one_gpu_and_its_silence_is_none():
 RAW = """
 import torch
 from mla.adapters import from_latent
-from mla.cache import FloatRows, PagedLatentCache, slots_of
+from mla.cache import slots_of
 from mla.state import AttentionState
 
 def kernel(q_latent, q_pe, cache, batch, need):

@@ -43,8 +43,8 @@ MOST_SPILLED = {
     "hopper.seesaw, small pages": 80, "hopper.swap, small pages": 72,
 }  # fmt: skip
 # Instructions in the text of a Hopper kernel. One wgmma has 16 terms and 64 rows: a block of `swap` takes 4 + 16 + 16
-# for scores and 2 x 16 for values. In `seesaw` 88 would be all unrolled, and two loops over four boxes stay loops of
-# one, 6 fewer each.
+# for scores and 2 x 16 for values. In `seesaw` 88 would be all unrolled, and one loop over four boxes stays a loop: 4
+# for 16.
 COUNTS = ("products", "local_loads", "local_stores")
 PRODUCTS = {"hopper.seesaw": 76, "hopper.swap": 68, "hopper.prefill": 120}
 # Loads, and stores.
