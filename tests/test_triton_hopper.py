@@ -266,6 +266,18 @@ def test_the_merge_computes_what_its_reference_does(monkeypatch, at_once, as_hel
         assert (found[there] - expected[there]).abs().max() <= (2 * 18 + 6) * 2.0**-24 * max(1.0, size)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what interpreted programs do")
+@pytest.mark.parametrize(("listed", "waits"), [(0, 1), (1, 4), (3, 12)])
+def test_a_merge_ends_after_the_decode_whatever_is_listed(monkeypatch, listed, waits):
+    """Programs with work wait, and the first one always: else the stream would take the decode for done."""
+    waited = []
+    monkeypatch.setattr(triton.language.extra.cuda, "gdc_wait", lambda _semantic=None: waited.append(1))
+    given = combine_problem("toy", torch.float32, DEVICE).arguments | {"at_once": 2}
+    given["merges"][listed:] = 0
+    combine_module.combine(**given)  # a unit of 3 rows in a slot of 16: two bands of 8 rows, two of 256 columns
+    assert len(waited) == waits
+
+
 def test_the_reference_of_the_merge_weighs_by_the_lse():
     given = combine_problem("toy", torch.float32, "cpu").arguments
     combine_reference(**given)

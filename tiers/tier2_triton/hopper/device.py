@@ -7,7 +7,6 @@ or of numbers that are used for something else too.
 Axes: n keys of a tile (64), M rows of queries.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -21,12 +20,6 @@ START, KEYS, LEAST, EVEN_PAGE, ODD_PAGE = (gl.constexpr(i) for i in (4, 5, 6, 7,
 ENTRY, COUNT, FIRST, LAST, STRETCH = (gl.constexpr(i) for i in (9, 10, 11, 12, 13))
 
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # 3.6 and 3.7 call it differently
-
-
-@triton.jit
-def cut(x, blocks):
-    """The block at which a unit is cut, `x` blocks after its first: an even one, or its end."""
-    return gl.where(x >= blocks, blocks, gl.maximum(x, 0) // 2 * 2)
 
 
 @gluon.jit

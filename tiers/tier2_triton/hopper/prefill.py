@@ -22,7 +22,7 @@ Masks are in the first block and in those past the lowest bound. Source: FlashAt
 Axes: T new tokens (packed over requests), n keys in the workspace, N heads, P nope, R = 64 rope, V value.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,21 +42,13 @@ SIZES = {128: (128, 128), 192: (256, 64)}  # of P: V, and keys of a block
 L2_BYTES = 32 << 20  # what keys and values of the heads side by side may take
 
 
-class HopperTile(NamedTuple):
-    """Rows (128); `stays`: a program takes tile after tile."""
-
-    block_m: int = 128
-    stays: bool = True
-
-
-TILE = HopperTile()
+TILE = (128,)  # rows
 TOY = ((0, 221, 0, 337, 0, 0, 0), (221, 65, 337, 129, 16, 221, 1), (286, 190, 466, 200, 0, 286, 2), (476, 3) + (0,) * 5)
-TILES = (TILE, HopperTile(stays=False))
 
 
 def prefill(
     q_nope: Tensor, q_pe: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, row_kv_lens: Tensor, tiles: Tensor,
-    acc: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, tile: tuple[int, bool] = TILE,
+    acc: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, tile: tuple[int, ...] = TILE,
     together: int | None = None,
 ) -> None:  # fmt: skip
     """Attend as `kernels.prefill.prefill` does, with the same work list: `softmax(scale q k^T) v` over every tile.
@@ -65,11 +57,12 @@ def prefill(
     and V 128 and 128 or 192 and 256; row_kv_lens (T,) and tiles (num_tiles, 7) int32, tiles of at most 128 rows; acc
     (A, N, V) float32, out (T, N, V) of any float dtype, lse (T, N) float32, natural log. `together` is how many heads
     run side by side. Queries that a descriptor cannot describe are copied; raises ValueError for keys and values that
-    it cannot, and for other sizes.
+    it cannot, and for other sizes and tiles.
     """
+    if tuple(tile) != TILE:
+        raise bad("tile", expected=f"{TILE}, its rows", got=str(tile), fix="leave it out")
     if tiles.shape[0] == 0:
         return
-    stays = tile[1]
     P = q_nope.shape[2] if q_nope.shape[2] in SIZES else 128
     V, BN = SIZES[P]
     N, n = q_nope.shape[1], max(1, k_nope.shape[0])
@@ -83,12 +76,12 @@ def prefill(
             raise bad(name, expected=f"aligned rows of {width} columns a head", got=found, fix="use route 'triton'")
         descriptors.append(descriptor(found, rows, width if name == "v" else 64))
     together = max(1, min(N, together or L2_BYTES // (n * 2 * (P + V))))
-    grid = min(tiles.shape[0] * N, processors(str(q.device)) if stays else 2**31 - 1)
+    grid = min(tiles.shape[0] * N, processors(str(q.device)))
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     _prefill_kernel[(grid,)](
         *descriptors, row_kv_lens, tiles, counter, acc, out, lse, tiles.shape[0], N, together,
         q.stride(1), pe.stride(1), k_nope.stride(1), v.stride(1), *acc.stride()[:2], *out.stride()[:2], *lse.stride(),
-        softmax_scale / LN2.value, P // 64 + 1, BN, V, stays, num_warps=4,
+        softmax_scale / LN2.value, P // 64 + 1, BN, V, num_warps=4,
     )  # fmt: skip
 
 
@@ -124,12 +117,12 @@ def problem(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
 
 
 def aot() -> list[Compile]:
-    """What is launched by default, per dtype and size; heads, lengths and most strides are numbers."""
-    return [compile_entry(kind, TILE, P=P) for P in SIZES for kind in ("bf16", "fp16")]
+    """What is launched, per dtype and size; heads, lengths and most strides are numbers."""
+    return [compile_entry(kind, P=P) for P in SIZES for kind in ("bf16", "fp16")]
 
 
-def compile_entry(kind: str, tile: HopperTile, out: str = "", P: int = 128) -> Compile:
-    """What `prefill` launches for tensors of `kind` and P with this tile, and results of type `out` (of the same)."""
+def compile_entry(kind: str, out: str = "", P: int = 128) -> Compile:
+    """What `prefill` launches for tensors of `kind` and P, and results of type `out` (of the same)."""
     dtype, (V, BN) = {"bf16": gl.bfloat16, "fp16": gl.float16}[kind], SIZES[P]
     layout = lambda *shape: gl.NVMMASharedLayout.get_default_for(list(shape), dtype)
     matrix = lambda *shape: f"tensordesc<{kind}[{shape[0]}, {shape[1]}],{layout(*shape)!r}>"
@@ -138,7 +131,6 @@ def compile_entry(kind: str, tile: HopperTile, out: str = "", P: int = 128) -> C
     found |= dict.fromkeys(("bounds", "tiles", "counter"), "*i32") | dict.fromkeys(("acc", "lse"), "*fp32")
     found |= dict.fromkeys(("num_tiles", "N", "together", "head_q", "head_pe", "head_k", "head_v"), "i32")
     found |= dict.fromkeys(("lse_t", "lse_n"), "i32") | dict.fromkeys(("acc_t", "acc_n", "out_t", "out_n"), "i32:16")
-    constants = {"BOXES": P // 64 + 1, "BN": BN, "V": V, "STAYS": tile.stays}
+    constants = {"BOXES": P // 64 + 1, "BN": BN, "V": V}
     name = f"prefill {kind}{' to ' + out if out else ''}{f', {P + 64}/{V}' * (P != 128)}"
-    name += ", stays" * tile.stays
     return Compile(_prefill_kernel, found, constants, 4, targets=("sm_90",), name=name)

@@ -64,7 +64,7 @@ def load_boxes(desc, pe_desc, full, boxes, first, row, column, pe_column, BOXES:
 
 
 @gluon.jit
-def producer(descs, bars, bufs, lists, STAYS: gl.constexpr):
+def producer(descs, bars, bufs, lists):
     """One warp that keeps copies under way: keys a block ahead of values, and of the next tile at once."""
     q_desc, q_pe_desc, k_desc, k_pe_desc, v_desc = descs
     q0_full, q0_empty, q1_full, q1_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = bars
@@ -80,10 +80,7 @@ def producer(descs, bars, bufs, lists, STAYS: gl.constexpr):
         row = gl.load(item)
         at = gl.load(item + 2)
         span = (row, gl.load(item + 1), gl.load(item + 4), gl.load(item + 3))
-        if STAYS:
-            index = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        else:
-            index = num_tiles * N
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
         blocks = gl.maximum((keys_of_tile(bounds, span, 1) + BN - 1) // BN, 1)
         stage = turn % STAGES
         mbarrier.wait(k_empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -107,10 +104,9 @@ def producer(descs, bars, bufs, lists, STAYS: gl.constexpr):
         mbarrier.expect(v_full.index(stage), BN * v.shape[2] * 2)
         tma.async_copy_global_to_shared(v_desc, [at, head * head_v], v_full.index(stage), v.index(stage))
         turn += 1
-        if STAYS:
-            mbarrier.wait(next_empty, (count & 1) ^ 1)
-            slot.store(gl.full([1], index, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(next_full, count=1)
+        mbarrier.wait(next_empty, (count & 1) ^ 1)
+        slot.store(gl.full([1], index, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(next_full, count=1)
         count += 1
 
 
@@ -248,7 +244,7 @@ def begin(
 @gluon.jit
 def consumer(
     bars, bufs, lists, scale, results,
-    MS: gl.constexpr, MO: gl.constexpr, STAYS: gl.constexpr, SECOND: gl.constexpr,
+    MS: gl.constexpr, MO: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Four warps that compute the first or the second 64 rows of tile after tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = bars
@@ -287,12 +283,9 @@ def consumer(
             zero_values(v.index(stage), most - (base - BN))
         weights = gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, MO, 2))
         o = hopper.warpgroup_mma(weights, v.index(stage), hopper.warpgroup_mma_init(o), is_async=True)
-        if STAYS:
-            mbarrier.wait(next_full, count & 1)
-            index = gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(next_empty, count=1)
-        else:
-            index = num_tiles * N
+        mbarrier.wait(next_full, count & 1)
+        index = gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(next_empty, count=1)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(stage), count=1)
         count += 1
@@ -319,7 +312,7 @@ def new_stages(COUNT: gl.constexpr):
 def _prefill_kernel(
     q_desc, q_pe_desc, k_desc, k_pe_desc, v_desc, bounds, tiles, counter, acc, out, lse, num_tiles, N, together,
     head_q, head_pe, head_k, head_v, acc_t, acc_n, out_t, out_n, lse_t, lse_n, scale,
-    BOXES: gl.constexpr, BN: gl.constexpr, V: gl.constexpr, STAYS: gl.constexpr,
+    BOXES: gl.constexpr, BN: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     MS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     MO: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V, 16])
@@ -338,9 +331,9 @@ def _prefill_kernel(
     results = (acc, out, lse, acc_t, acc_n, out_t, out_n, lse_t, lse_n)
     gl.warp_specialize(
         [
-            (consumer, (query0 + blocks + following, bufs, lists, scale, results, MS, MO, STAYS, False)),
-            (consumer, (query1 + blocks + following, bufs, lists, scale, results, MS, MO, STAYS, True)),
-            (producer, (descs, query0 + query1 + blocks + following, bufs, lists, STAYS)),
+            (consumer, (query0 + blocks + following, bufs, lists, scale, results, MS, MO, False)),
+            (consumer, (query1 + blocks + following, bufs, lists, scale, results, MS, MO, True)),
+            (producer, (descs, query0 + query1 + blocks + following, bufs, lists)),
         ],
         [4, 1],
         [240, 24],

@@ -57,7 +57,6 @@ from tiers.tier2_triton.hopper.device import (
     ask_for,
     boxes,
     by_row,
-    cut,
     find_spot,
     last_page,
     launch_next,
@@ -72,6 +71,7 @@ from tiers.tier2_triton.hopper.device import (
     spot_of,
     zero_rows,
 )
+from tiers.tier2_triton.hopper.schedule import cut
 from tiers.tier2_triton.hopper.store import store_state
 
 
@@ -133,7 +133,8 @@ def even_step(
     mbarrier.arrive(p0, count=1)
     total = total * a1
     o = warpgroup_mma_wait(0, deps=[o])
-    load_left(pool, even, top, left0_full, left0, more, PAGE)
+    if more:
+        load_left(pool, even, top, left0_full, left0, True, PAGE)
     o = o * gl.convert_layout(a1, RO)[:, None]
     mbarrier.wait(p1, phase)
     mbarrier.wait(left1_full, phase)
@@ -143,7 +144,8 @@ def even_step(
     if more_query:
         load_query(q_desc, q_pe_desc, query_row, q_full, ql, qr, qt, True, 64)
     o = warpgroup_mma_wait(0, deps=[o])
-    load_left_and_rope(pool, odd, top, left1_full, left1, rope1, more, PAGE)
+    if more:
+        load_left_and_rope(pool, odd, top, left1_full, left1, rope1, True, PAGE)
     return o, total, m
 
 
@@ -201,9 +203,11 @@ def odd_step(
         zero_rows(right0, end - base)
     o = warpgroup_mma(rope0, right0, o, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])
-    load_right(pool, odd, top, right1_full, right1, more, PAGE)
+    if more:
+        load_right(pool, odd, top, right1_full, right1, True, PAGE)
     o = warpgroup_mma_wait(0, deps=[o])
-    load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, more, PAGE)
+    if more:
+        load_right_by_boxes_and_rope(pool, even, top, right0_full, rope0_full, right0, rope0, True, PAGE)
     return o, total, m1
 
 

@@ -48,7 +48,6 @@ from tiers.tier2_triton.hopper.device import (
     VARIANTS,
     boxes,
     by_row,
-    cut,
     find_spot,
     last_page,
     launch_next,
@@ -61,6 +60,7 @@ from tiers.tier2_triton.hopper.device import (
     thread_barrier,
     zero_rows,
 )
+from tiers.tier2_triton.hopper.schedule import cut
 
 
 @gluon.jit
