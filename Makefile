@@ -71,6 +71,16 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/.created
 	$(INSTALL) --editable .
 	@touch $@
 
+# Triton 3.6 belongs to the PyTorch that the GPU records were made with. The Hopper kernels are compiled by it as well.
+OTHER_TRITON := 3.6.0
+ifeq ($(shell uname -s),Linux)
+$(VENV)/.test: | $(VENV)/triton-$(OTHER_TRITON)
+endif
+
+$(VENV)/triton-$(OTHER_TRITON): | $(VENV)/.created
+	$(BIN)/python -m pip install --no-deps --target $@.part triton==$(OTHER_TRITON)
+	@mv $@.part $@
+
 $(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.tutorials $(VENV)/.site: $(VENV)/.%: $(VENV)/.core
 	$(INSTALL) --editable '.[$*]'
 	@touch $@

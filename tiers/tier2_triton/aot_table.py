@@ -36,11 +36,11 @@ BUDGET_TARGET = "sm_90"
 SPILL_FREE = ("combine", "decode", "per_head", "hopper.schedule")
 # Bytes; more, and descriptors are spilled in the loop over keys. Pages of less than 64 keys need more addresses. What
 # `seesaw` spills it stores and loads once a unit, outside its loops. Two runs of the compiler may differ by a place of
-# 8 bytes, seen once: the budgets are that much above what is on record, and MOST_LOCAL 4 loads.
+# 8 bytes, seen once: the budgets are that much above the worse of triton 3.6.0 and 3.7.1, and MOST_LOCAL 4 loads.
 SMALL_PAGES = re.compile(r"pages of (16|32)\b")
 MOST_SPILLED = {
     "hopper.combine": 8, "hopper.prefill": 104, "hopper.seesaw": 40, "hopper.swap": 24,
-    "hopper.seesaw, small pages": 80, "hopper.swap, small pages": 72,
+    "hopper.seesaw, small pages": 16, "hopper.swap, small pages": 72,
 }  # fmt: skip
 # Instructions in the text of a Hopper kernel. One wgmma has 16 terms and 64 rows: a block of `swap` takes 4 + 16 + 16
 # for scores and 2 x 16 for values. In `seesaw` 88 would be all unrolled, and one loop over four boxes stays a loop: 4
@@ -49,11 +49,11 @@ COUNTS = ("products", "local_loads", "local_stores")
 PRODUCTS = {"hopper.seesaw": 76, "hopper.swap": 68, "hopper.prefill": 120}
 # Loads, and stores.
 MOST_LOCAL = {
-    "hopper.prefill": 28, "hopper.seesaw": 12, "hopper.swap": 7,
-    "hopper.seesaw, small pages": 30, "hopper.swap, small pages": 27,
+    "hopper.prefill": 46, "hopper.seesaw": 12, "hopper.swap": 7,
+    "hopper.seesaw, small pages": 5, "hopper.swap, small pages": 27,
 }  # fmt: skip
 REGISTERS = {
-    "hopper.combine": 144, "hopper.prefill": 255, "hopper.schedule": 128, "hopper.seesaw": 255, "hopper.swap": 255,
+    "hopper.combine": 152, "hopper.prefill": 255, "hopper.schedule": 128, "hopper.seesaw": 255, "hopper.swap": 255,
     "combine": 168, "concat": 80, "decode": 255, "fused_input": 128, "gather": 80, "merge": 80,
     "per_head": 255, "prefill": 255, "write": 80,
 }  # fmt: skip
@@ -364,6 +364,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cheapest", action="store_true", help="compile one variant per kernel and target, write nothing"
     )
+    parser.add_argument("--dry", action="store_true", help="compile everything that is asked for, write nothing")
     parser.add_argument("--processes", type=int, default=2)
     asked = parser.parse_args(words)
     os.environ.pop("TRITON_INTERPRET", None)  # before the kernels import triton
@@ -389,12 +390,14 @@ def main(words: Sequence[str] | None = None) -> int:
             missing = [f"{k}: no variant in the record; run `make aot`." for k in few if not few[k]["variants"]]
             right = f"One variant of each of {len(few)} kernels compiles for every target."
             return _say([*missing, *broken({"kernels": few})], right)
-        others = old.get("kernels", {}) if asked.kernel else {}
-        record = updated({} if asked.all else old, dict(sorted({**others, **now}.items())), made)
-    RECORD.write_text(dumps(record), encoding="utf-8")
-    PAGE.write_text(page(record), encoding="utf-8")
-    count = sum(len(of_kernel["variants"]) for of_kernel in record["kernels"].values())
-    return _say(broken(record), f"{count} variants of {len(record['kernels'])} kernels compile within their budgets.")
+        others = old.get("kernels", {}) if asked.kernel and not asked.dry else {}
+        record = updated({} if asked.all or asked.dry else old, dict(sorted({**others, **now}.items())), made)
+    if not asked.dry:
+        RECORD.write_text(dumps(record), encoding="utf-8")
+        PAGE.write_text(page(record), encoding="utf-8")
+    count, by = sum(len(found["variants"]) for found in record["kernels"].values()), record["triton"]
+    right = f"{count} variants of {len(record['kernels'])} kernels compile within their budgets by triton {by}."
+    return _say(broken(record), right)
 
 
 def _code(sources: Mapping[str, str]) -> dict[str, str]:

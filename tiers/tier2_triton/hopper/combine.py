@@ -1,9 +1,9 @@
 """Merge the states of units that several parts worked on, and write the rows that see no key.
 
 Motivation. `seesaw` and `swap` write a unit that one part did to the result at once; only what was cut lies in slots,
-float32 with base-2 LSEs. The launch is made early and waits on the device for the decode to end, so that its start
-costs nothing. The schedule lists the units that were cut, since programs that find nothing to do are not free: 8192 of
-them took 11.6 us on an H200.
+float32 with base-2 LSEs. The launch is made early and waits on the device for the decode to end, which hides a part of
+its start: 3 us are left where nothing is cut. The schedule lists the units that were cut, since programs that find
+nothing to do are not free: 8192 of them took 11.6 us on an H200.
 
 Axes: U units, M rows of a slot, 8 rows of a program, WIDTH = A B of its columns, N heads, T tokens, L = 512.
 """
@@ -21,7 +21,7 @@ from tiers.tier2_triton.kernels.problem import Problem
 
 # Parts merged at once -> columns of a program, which takes 8 rows: fewer where few units are cut into many.
 SHAPES = {2: 256, 4: 256, 16: 64, 64: 16}
-MOST_PROGRAMS = 528  # four for each processor of an H200; more wait for their turn, which cost 1 us
+MOST_PROGRAMS = 528  # about what an H200 runs at once; more wait for their turn, which cost 1 us
 
 
 @triton.jit
