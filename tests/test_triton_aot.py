@@ -83,6 +83,14 @@ def test_the_hopper_kernels_compile_with_the_other_version_of_triton_too(tmp_pat
 
 
 @needs_triton
+def test_a_kernel_that_is_not_there_is_told():
+    code, said = child("-m", "tiers.tier2_triton.aot_table", "--dry", "hopper.shedule")
+    assert code == 1
+    assert said.startswith("error: kernel: expected one of combine, ")
+    assert said.endswith("got 'hopper.shedule'. Fix: ask for one of them.\n")
+
+
+@needs_triton
 def test_the_command_exits_with_1_and_names_what_breaks_a_budget():
     program = (
         "import sys, tiers.tier2_triton.aot_table as t\n"

@@ -141,8 +141,10 @@ def targets_of(entry: Compile) -> tuple[str, ...]:
 
 def declarations(kernels: Sequence[str] = ()) -> dict[str, Any]:
     """Return what there is now: for each kernel its sources, and for each variant its digest and targets."""
-    found = {}
-    for kernel in kernels or kernel_names():
+    found, names = {}, kernel_names()
+    for kernel in kernels or names:
+        if kernel not in names:
+            raise bad("kernel", expected=f"one of {', '.join(names)}", got=repr(kernel), fix="ask for one of them")
         variants = {name: {"digest": digest(e), "targets": targets_of(e)} for name, e in declared(kernel).items()}
         found[kernel] = {"sources": sources_of(kernel), "variants": {n: v for n, v in variants.items() if v["targets"]}}
     return found
@@ -365,7 +367,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--cheapest", action="store_true", help="compile one variant per kernel and target, write nothing"
     )
     parser.add_argument("--dry", action="store_true", help="compile everything that is asked for, write nothing")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="that compile at once")
     asked = parser.parse_args(words)
     os.environ.pop("TRITON_INTERPRET", None)  # before the kernels import triton
     if find_spec("triton") is None:
