@@ -78,6 +78,7 @@ $(VENV)/.test: | $(VENV)/triton-$(OTHER_TRITON)
 endif
 
 $(VENV)/triton-$(OTHER_TRITON): | $(VENV)/.created
+	@rm -rf $@.part
 	$(BIN)/python -m pip install --no-deps --target $@.part triton==$(OTHER_TRITON)
 	@mv $@.part $@
 
