@@ -347,9 +347,7 @@ def test_the_reference_is_attention_row_by_row(size, P, V, module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", ["toy", "wide"])
 def test_on_a_gpu_it_is_its_reference(size, dtype, module):
-    def problem(_, *given):
-        return module.problem(size, *given)
-
+    problem = lambda _, *given: module.problem(size, *given)
     assert fault_of(Story("prefill", module.prefill, module.prefill_reference, problem), "cuda", dtype) == ""
 
 

@@ -40,8 +40,6 @@ from tiers.tier2_triton.launch import processors
 
 SIZES = {128: (128, 128), 192: (256, 64)}  # of P: V, and keys of a block
 L2_BYTES = 32 << 20  # what keys and values of the heads side by side may take
-
-
 TILE = (128,)  # rows
 TOY = ((0, 221, 0, 337, 0, 0, 0), (221, 65, 337, 129, 16, 221, 1), (286, 190, 466, 200, 0, 286, 2), (476, 3) + (0,) * 5)
 
